@@ -45,7 +45,7 @@ from rich.table import Table
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from kerple.attention.backends.triton import kernels, table_kernels
+from kerple.attention.backends.triton import gradient_kernels, kernels, table_kernels
 from kerple.attention.backends.triton.tiles import Gpu, Tile, Tiles, tiles_for
 from megatron.utils.command_line import run_main
 from megatron.utils.files import write_atomically
@@ -306,8 +306,8 @@ def rows(cases: Iterable[tuple[str, Case]]) -> Iterator[dict[str, object]]:
             continue  # these kernels look up a table of zeros
         launched = [
             ("forward", kernels.forward_kernel, tiles.forward, 2),
-            ("key and value", kernels.key_value_kernel, tiles.key_value, 4),
-            ("query", kernels.query_kernel, tiles.query, 3),
+            ("key and value", gradient_kernels.key_value_kernel, tiles.key_value, 4),
+            ("query", gradient_kernels.query_kernel, tiles.query, 3),
         ]
         # The kernel for any table's gradient does not depend on directions and windows.
         if not case.window and (case.weight or (case.table and not case.bias_directions)):

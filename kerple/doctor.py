@@ -76,8 +76,12 @@ class Check:
     unsupported: str | None = None
 
     def cell(self, note: str) -> str:
-        error = f"{max(self.errors.values()):.1e}" if self.errors else "passed"
-        error = error if self.failure is None else "FAILED"
+        """The text of the check in a table."""
+        error = "passed"
+        if self.failure is not None:
+            error = "FAILED"
+        elif self.errors:
+            error = f"{max(self.errors.values()):.1e}"
         return f"{'+'.join(self.backends)} {error}{note}"
 
 
@@ -111,10 +115,9 @@ def main(
         parser.error("--head-size: rotary methods need even head sizes of at least 4")
     if options.jobs < 1:
         parser.error(f"--jobs {options.jobs}: at least 1")
-    if options.json is not None and (
-        options.json.is_dir() or not options.json.resolve().parent.is_dir()
-    ):
-        parser.error(f"--json: {options.json} is not a file in a folder that exists")
+    path = options.json
+    if path is not None and (path.is_dir() or not path.resolve().parent.is_dir()):
+        parser.error(f"--json: {path} is not a file in a folder that exists")
 
     # Describe the machine, for bug reports.
     machine = f"kerple-neox version: {__version__}\n{get_pretty_env_info()}"
@@ -132,16 +135,15 @@ def main(
     # One table per device and head size, as soon as it is measured.
     checks: list[Check] = []
     for device in devices:
-        rows = [] if more is None else more(device)
+        rows: list[list[Check]] = []
+        if more is not None:
+            rows = more(device)
         for head_size in options.head_size:
             started = time.perf_counter()
-            new = run_in_processes(
-                check_method,
-                [(name, device, dtype, head_size) for name in primary_names() for dtype in DTYPES],
-                options.jobs,
-                crashed_check,
-            )
-            rows += [new[first : first + len(DTYPES)] for first in range(0, len(new), len(DTYPES))]
+            kinds = itertools.product(primary_names(), [device], DTYPES, [head_size])
+            new = run_in_processes(check_method, list(kinds), options.jobs, crashed_check)
+            for first in range(0, len(new), len(DTYPES)):
+                rows.append(new[first : first + len(DTYPES)])
             checks += itertools.chain.from_iterable(rows)
             print_table(rows)
             rows = []
@@ -150,18 +152,14 @@ def main(
     # The summary.
     failed = sum(check.failure is not None for check in checks)
     if options.json is not None:
-        result = {
-            "machine": machine,
-            "checks": [asdict(check) for check in checks],
-            "passed": not failed,
-        }
-        options.json.write_text(json.dumps(result, indent=1) + "\n")
-    print(
-        f"\n{failed} of {len(checks)} checks FAILED; {HOW_TO_REPORT}"
-        if failed
-        else f"\nall {len(checks)} checks passed"
-    )
-    return 1 if failed else 0
+        results = [asdict(check) for check in checks]
+        text = json.dumps({"machine": machine, "checks": results, "passed": not failed}, indent=1)
+        options.json.write_text(text + "\n")
+    if failed:
+        print(f"\n{failed} of {len(checks)} checks FAILED; {HOW_TO_REPORT}")
+        return 1
+    print(f"\nall {len(checks)} checks passed")
+    return 0
 
 
 def run_in_processes(
@@ -209,8 +207,7 @@ def _devices() -> list[torch.device]:
     return list(kinds.values())
 
 
-# -- the checks
-# --------------------------------------------------------------------------------------------------
+# -- the checks ------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
@@ -242,19 +239,14 @@ def check_method(name: str, device: torch.device, dtype: torch.dtype, head_size:
 
     # The backends that `auto` can choose.
     unsupported = BACKENDS["fused"].unsupported_reason(requirements)
-    backends = (
-        ["fused"] if unsupported is None and device.type == self_check.DEVICE_TYPE else ["chunked"]
-    )
-    if (
-        backends == ["chunked"]
-        and device.type == "cpu"
-        and BACKENDS["sdpa"].unsupported_reason(requirements) is None
-    ):
+    backends = ["chunked"]
+    if unsupported is None and device.type == self_check.DEVICE_TYPE:
+        backends = ["fused"]
+    elif device.type == "cpu" and BACKENDS["sdpa"].unsupported_reason(requirements) is None:
         backends.append("sdpa")
     kind = str(dtype).removeprefix("torch.")
-    check = Check(
-        self_check.device_name(device), name, kind, head_size, backends, unsupported=unsupported
-    )
+    device_name = self_check.device_name(device)
+    check = Check(device_name, name, kind, head_size, backends, unsupported=unsupported)
 
     # Compare them with the reference.
     try:
@@ -265,24 +257,18 @@ def check_method(name: str, device: torch.device, dtype: torch.dtype, head_size:
             errors: dict[str, float] = {}
             for kv_heads, backend in itertools.product(KV_HEADS, backends):
                 call = _small_call(method, device, dtype, head_size, kv_heads)
-                new = relative_errors(
-                    call, BACKENDS[backend], BACKENDS["reference"], gradients=True
-                )
-                errors = _largest(errors, new)
+                compared = BACKENDS[backend], BACKENDS["reference"]
+                errors = _largest(errors, relative_errors(call, *compared, gradients=True))
             return errors
 
         errors = measure(dtype)
         failure = wrong_result(errors, dtype)
-        if (
-            failure is not None and requirements.modify_scores
-        ):  # the gradients have no jumps due to rounding in float64
-            failure = wrong_result(errors, dtype, kinks=True) or wrong_result(
-                measure(torch.float64), torch.float32
-            )
+        if failure is not None and requirements.modify_scores:
+            # In float64, the gradients have no jumps due to rounding.
+            failure = wrong_result(errors, dtype, kinks=True)
+            failure = failure or wrong_result(measure(torch.float64), torch.float32)
         return replace(check, errors=errors, failure=failure)
-    except (
-        Exception
-    ) as error:  # what is wrong with this method must not hide the results of the others
+    except Exception as error:  # this method must not hide the results of the others
         return replace(check, failure=describe(error))
 
 
@@ -298,26 +284,27 @@ def crashed_check(name: str, device: torch.device, dtype: torch.dtype, head_size
 def _check_fused(
     check: Check, method: PositionalMethod, device: torch.device, dtype: torch.dtype
 ) -> Check:
+    """The same check with the results of the fused kernels, in training and in decoding."""
     for training, kv_heads in itertools.product((True, False), KV_HEADS):
         heads = Heads(HEADS, kv_heads, check.head_size)
-        for verdict in check_kernels(
+        verdicts = check_kernels(
             method, heads, device, dtype, training=training, backend="fused", again=True
-        ):
+        )
+        for verdict in verdicts:
             failure = verdict.failure
             if failure is not None and kv_heads < HEADS:
                 failure = f"{failure} (grouped queries)"
-            check = replace(
-                check,
-                errors=_largest(check.errors, verdict.errors),
-                failure=check.failure or failure,
-            )
+            errors = _largest(check.errors, verdict.errors)
+            check = replace(check, errors=errors, failure=check.failure or failure)
     return check
 
 
 def _largest(errors: dict[str, float], others: dict[str, float]) -> dict[str, float]:
-    return {
-        what: max(errors.get(what, 0.0), others.get(what, 0.0)) for what in {**errors, **others}
-    }
+    """The larger error of each name."""
+    largest = dict(errors)
+    for name, error in others.items():
+        largest[name] = max(errors.get(name, 0.0), error)
+    return largest
 
 
 def _small_call(
@@ -330,29 +317,24 @@ def _small_call(
     """A call with the method's tables, with decays if it has any, and with queries and keys after
     its `rotate`.
     """
-    query, key = (
-        torch.empty(1, heads, KV_LEN, head_size, dtype=dtype, device=device)
-        for heads in (HEADS, kv_heads)
-    )
-    tables = position_tables(method, KV_LEN, device)
-    sums = (
-        query.new_zeros(1, HEADS, KV_LEN, dtype=torch.float64) if "decay" in method.hooks else None
-    )
+    query = torch.empty(1, HEADS, KV_LEN, head_size, dtype=dtype, device=device)
+    key = query[:, :kv_heads]
+    sums = None
+    if "decay" in method.hooks:
+        sums = query.new_zeros(1, HEADS, KV_LEN, dtype=torch.float64)
     call = AttentionCall(
         query=query,
         key=key,
         value=key,
         scale=head_size**-0.5,
         method=method,
-        tables=tables,
+        tables=position_tables(method, KV_LEN, device),
         decay_sums=sums,
     )
     call = small_call(call)
-    key_positions = torch.arange(call.kv_len, device="cpu")
+    positions = torch.arange(call.kv_len, device="cpu")
     with torch.no_grad():
-        query, key = method.rotate(
-            call.query, call.key, key_positions[call.offset :], key_positions
-        )
+        query, key = method.rotate(call.query, call.key, positions[call.offset :], positions)
     return replace(call, query=query, key=key)
 
 
@@ -363,24 +345,25 @@ def print_table(rows: list[list[Check]]) -> None:
     last = rows[-1][0]  # the first rows may be of other kernels
     print(
         f"\nattention on {last.device}, head size {last.head_size}: backend, and largest relative "
-        "error of the result"
+        "error of the result\nand the gradients of query, key, value and tables\n"
     )
-    print("and the gradients of query, key, value and tables\n")
     notes: dict[str, int] = {}
 
     def cell(check: Check) -> str:
         text = check.failure
         if text is None and check.unsupported is not None and check.device != "cpu":
             text = f"fused {check.unsupported}"
-        return check.cell("" if text is None else f" [{notes.setdefault(text, len(notes) + 1)}]")
+        if text is None:
+            return check.cell("")
+        number = notes.setdefault(text, len(notes) + 1)
+        return check.cell(f" [{number}]")
 
     lines = [["method", *(check.dtype for check in rows[0])]]
     lines += [[row[0].method, *map(cell, row)] for row in rows]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     for line in lines:
-        print(
-            "  ".join(text.ljust(width) for text, width in zip(line, widths, strict=True)).rstrip()
-        )
+        cells = [text.ljust(width) for text, width in zip(line, widths, strict=True)]
+        print("  ".join(cells).rstrip())
     for text, number in notes.items():
         print(f"[{number}] {text}")
 

@@ -14,12 +14,14 @@ from kerple.attention.inference.mode import (
     DEFAULT_MODE,
     FULL_MODE,
     AttentionMode,
+    Mode,
+    parse_mode,
+)
+from kerple.attention.inference.scaling import (
     DynamicNtk,
     LogLength,
-    Mode,
     ScoreScaling,
     YarnTemperature,
-    parse_mode,
 )
 from kerple.attention.span import FULL, Span
 from kerple.attention.startup import Heads, check_kernels, describe_choice

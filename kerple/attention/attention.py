@@ -71,6 +71,7 @@ class Attention(nn.Module):
         Raises ValueError for arguments that do not fit together or do not fit the method, and
         NotImplementedError if the backend does not support the call.
         """
+        # Rotation and tables read the shapes before the call is validated.
         check_shapes(query, key, value)
         span = Span(window, block, causal=causal)
         if isinstance(documents, Tensor):
@@ -82,7 +83,7 @@ class Attention(nn.Module):
             query=query,
             key=key,
             value=value,
-            scale=default_scale(query) if scale is None else scale,
+            scale=scale_or_default(scale, query),
             method=self.positional,
             tables=tables,
             decay_sums=decay_sums,
@@ -100,8 +101,11 @@ class Attention(nn.Module):
         method = self.positional
         if method is None or "rotate" not in method.hooks:
             return query, key
+        # Causal queries have the last positions, others the first ones.
         s, t = query.shape[2], key.shape[2]
-        offset = t - s if causal else 0
+        offset = 0
+        if causal:
+            offset = t - s
         if documents is None:
             key_positions = torch.arange(t, device="cpu")
             query_positions = torch.arange(offset, offset + s, device="cpu")
@@ -185,22 +189,27 @@ def attend(
     Raises ValueError for arguments that do not fit together or an unknown backend, and
     NotImplementedError for a backend that does not support the call.
     """
+    documents = None
+    if document_ids is not None:
+        documents = Documents(document_ids)
     call = AttentionCall(
         query=query,
         key=key,
         value=value,
-        scale=default_scale(query) if scale is None else scale,
+        scale=scale_or_default(scale, query),
         tables=PositionTables(bias=bias_table, weight=weight_table),
         span=Span(window, block, causal=causal),
-        documents=None if document_ids is None else Documents(document_ids),
+        documents=documents,
         key_mask=key_mask,
         dropout_p=dropout_p,
     )
     return run(call, backend)
 
 
-def default_scale(query: Tensor) -> float:
-    """1 / sqrt(d)."""
+def scale_or_default(scale: float | None, query: Tensor) -> float:
+    """The scale, by default 1 / sqrt(d)."""
+    if scale is not None:
+        return scale
     return float(query.shape[-1] ** -0.5)
 
 

@@ -4,6 +4,7 @@ Legend: b batch, s query length, t key length, h heads, d head size, v size of t
 """
 
 import contextlib
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -91,7 +92,7 @@ class Backend:
             fused kernels read only the documents' own keys if the call `is_packed`.
         training_on_cpu: whether it computes gradients on a CPU.
         dtypes: supported dtypes of query, key and value; None: all.
-        max_head_size, max_batch_heads: largest supported d and b * h; None: no limit.
+        max_head_size, max_batch_heads: largest supported d and b * h.
         unavailable_reason: why the backend cannot run a call on its device, or None if it can. The
             device is known.
     """
@@ -108,15 +109,19 @@ class Backend:
     masks_documents: bool | None = None
     training_on_cpu: bool = True
     dtypes: tuple[torch.dtype, ...] | None = None
-    max_head_size: int | None = None
-    max_batch_heads: int | None = None
+    max_head_size: float = math.inf
+    max_batch_heads: float = math.inf
     unavailable_reason: Callable[[Requirements], str | None] = lambda requirements: None
 
     def compute(self, call: AttentionCall) -> Tensor:
         """Run a validated call that the backend supports."""
-        with without_autocast(call.query.device):
-            sums = None if self.decay else call.decay_sums
-            return self.run(call) if sums is None else self._with_decay(call, sums)
+        device = call.query.device
+        if torch.is_autocast_enabled(device.type):
+            with without_autocast(device):
+                return self.compute(call)
+        if call.decay_sums is None or self.decay:
+            return self.run(call)
+        return self._with_decay(call, call.decay_sums)
 
     def _with_decay(self, call: AttentionCall, decay_sums: Tensor) -> Tensor:
         # Only differences of the sums matter. Those to the sum of the middle query (in decoding, of
@@ -129,19 +134,14 @@ class Backend:
             # errors in half precision mostly these would remain.
             query, key, value = query.float(), key.float(), value.float()
         query, key, value = append_decay(query, key, value, sums, call.scale)
-        context = self.run(replace(call, query=query, key=key, value=value, decay_sums=None))
+        part = replace(call, query=query, key=key, value=value, decay_sums=None)
+        context = self.run(part)  # [b, h, s, v + extra]
         return context[..., : call.value.shape[3]].to(call.query.dtype)
 
     def unsupported_reason(self, requirements: Requirements) -> str | None:
         """Why this backend cannot run such a call, as the rest of a sentence about it; None if it
         can.
         """
-        dtype, head_size, batch_heads = (
-            requirements.dtype,
-            requirements.head_size,
-            requirements.batch_heads,
-        )
-        on_cpu = requirements.device is not None and requirements.device.type == "cpu"
         if not requirements.causal and not self.noncausal:
             return "computes only causal attention"
         if requirements.weight and not self.weight:
@@ -152,31 +152,30 @@ class Backend:
             return "does not support attention dropout"
         if requirements.key_mask and not self.key_mask:
             return "does not support a key mask; document_ids can mark padding"
+
+        # Limits of dtypes and sizes, as far as these are known.
+        dtype, head_size = requirements.dtype, requirements.head_size
         if dtype is not None and self.dtypes is not None and dtype not in self.dtypes:
             return f"supports {', '.join(map(str, self.dtypes))}, not {dtype}"
-        if (
-            head_size is not None
-            and self.max_head_size is not None
-            and head_size > self.max_head_size
-        ):
+        if (head_size or 0) > self.max_head_size:
             return f"supports head sizes up to {self.max_head_size}, not {head_size}"
         if not self.value_sizes and requirements.value_size not in (None, head_size):
             return (
                 f"supports value heads of the size of key heads, {head_size}, not "
                 f"{requirements.value_size}"
             )
-        if (
-            batch_heads is not None
-            and self.max_batch_heads is not None
-            and batch_heads > self.max_batch_heads
-        ):
+        if (requirements.batch_heads or 0) > self.max_batch_heads:
             return (
                 f"supports up to {self.max_batch_heads} for batch size times heads, not "
-                f"{batch_heads}"
+                f"{requirements.batch_heads}"
             )
-        if requirements.training and on_cpu and not self.training_on_cpu:
+
+        # The device.
+        if requirements.device is None:
+            return None
+        if requirements.training and requirements.device.type == "cpu" and not self.training_on_cpu:
             return "cannot compute gradients on a CPU"
-        return None if requirements.device is None else self.unavailable_reason(requirements)
+        return self.unavailable_reason(requirements)
 
 
 def without_autocast(device: torch.device) -> contextlib.AbstractContextManager[object]:

@@ -20,7 +20,7 @@ from torch import Tensor
 from kerple.attention.documents import Documents
 from kerple.attention.span import EVERY_KEY, FULL, Span
 from kerple.attention.tables import NO_TABLES, PositionTables
-from kerple.positional import Chunk, PositionalMethod, TableJacobian
+from kerple.positional import Chunk, PositionalMethod
 
 # (query, key, query positions, key positions, scale) -> scaled products, in the place of scale *
 # q.k.
@@ -95,7 +95,9 @@ class AttentionCall:
     @property
     def offset(self) -> int:
         """The position of the first query."""
-        return self.kv_len - self.q_len if self.span.causal else 0
+        if not self.span.causal:
+            return 0
+        return self.key.shape[2] - self.query.shape[2]
 
     @property
     def max_kv_len(self) -> int:
@@ -104,9 +106,10 @@ class AttentionCall:
         """
         # Causal calls have at most as many queries as keys. `max` would fix a length that
         # torch.compile does not know.
-        if self.span.causal:
-            return self.span.max_kv_len(self.kv_len)
-        return self.span.max_kv_len(max(self.q_len, self.kv_len))
+        length = self.key.shape[2]
+        if not self.span.causal:
+            length = max(self.query.shape[2], length)
+        return self.span.max_kv_len(length)
 
     @property
     def is_plain(self) -> bool:
@@ -122,7 +125,9 @@ class AttentionCall:
     @property
     def hooks(self) -> frozenset[str]:
         """The hooks of the method; none without a method."""
-        return frozenset() if self.method is None else self.method.hooks
+        if self.method is None:
+            return frozenset()
+        return self.method.hooks
 
     @property
     def modify_scores(self) -> Callable[[Chunk], Tensor] | None:
@@ -160,60 +165,61 @@ class AttentionCall:
     @property
     def training(self) -> bool:
         """Whether gradients are required."""
-        return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in self.inputs)
-
-    @property
-    def inputs(self) -> list[Tensor]:
-        """The tensors that may require gradients."""
-        tensors = (
-            self.query,
-            self.key,
-            self.value,
-            self.tables.bias,
-            self.tables.weight,
-            self.decay_sums,
-        )
-        return [tensor for tensor in tensors if tensor is not None]
+        if not torch.is_grad_enabled():
+            return False
+        if self.query.requires_grad or self.key.requires_grad or self.value.requires_grad:
+            return True
+        for optional in (self.tables.bias, self.tables.weight, self.decay_sums):
+            if optional is not None and optional.requires_grad:
+                return True
+        return False
 
     @property
     def kind(self) -> Hashable:
         """What the choice of a backend depends on, for a call without documents."""
-        tables = self.tables
+        tables, query, span = self.tables, self.query, self.span
         directions = []
         for jacobian in (tables.bias_jacobian, tables.weight_jacobian):
             if jacobian is not None:
                 directions.append((jacobian.coefficients.shape[1], jacobian.dense))
         return (
-            *(
-                self.query.shape,
-                self.key.shape,
-                self.value.shape,
-                self.query.dtype,
-                self.query.device,
-            ),
-            *(
-                self.training,
-                self.span,
-                self.method,
-                self.dropout_p > 0,
-                len(directions),
-                *directions,
-            ),
-            *(tables.bias is None, tables.weight is None, self.decay_sums is None),
-            *(self.key_mask is None, self.products is None),
+            # The states, and the keys that a query attends to.
+            query.shape,
+            self.key.shape,
+            self.value.shape,
+            query.dtype,
+            query.device,
+            span.window,
+            span.block,
+            span.causal,
+            # The other arguments.
+            self.training,
+            self.method,
+            self.dropout_p > 0,
+            tuple(directions),
+            tables.bias is None,
+            tables.weight is None,
+            self.decay_sums is None,
+            self.key_mask is None,
+            self.products is None,
         )
 
     # -- parts of the call -------------------------------------------------------------------------
 
     def part(self, queries: slice, keys: slice) -> "AttentionCall":
         """This call, without documents, for some of its queries and keys."""
+        decay_sums, key_mask = self.decay_sums, self.key_mask
+        if decay_sums is not None:
+            decay_sums = decay_sums[..., keys]
+        if key_mask is not None:
+            key_mask = key_mask[:, keys]
         return replace(
             self,
             query=self.query[:, :, queries],
             key=self.key[:, :, keys],
             value=self.value[:, :, keys],
-            decay_sums=None if self.decay_sums is None else self.decay_sums[..., keys],
-            key_mask=None if self.key_mask is None else self.key_mask[:, keys],
+            decay_sums=decay_sums,
+            key_mask=key_mask,
         )
 
     def keys(self, queries: slice) -> slice:
@@ -235,13 +241,14 @@ class AttentionCall:
         masked.
         """
         if self.documents is None:
-            mask = self.span.mask(queries, keys, self.query.device)
+            mask = self.span.mask(queries, keys, self.query.device)  # [c, l]
         else:
+            # The span counts positions within a document; keys of other documents are masked, too.
             ids, positions = self.documents.ids, self.documents.positions
             places = self.documents.places(queries, self.offset)
             mask = self.span.mask_pairs(positions[:, places, None], positions[:, None, keys])
             is_other = ids[:, places, None] != ids[:, None, keys]
-            mask = (mask | is_other)[:, None]
+            mask = (mask | is_other)[:, None]  # [b, 1, c, l]
         if self.key_mask is None:
             return mask
         return mask | ~self.key_mask[:, None, None, keys]
@@ -251,179 +258,38 @@ class AttentionCall:
         tables, so that masked pairs have an entry too.
         """
         if self.documents is None:
-            query = torch.arange(queries.start, queries.stop, device=self.query.device)[:, None]
-            key = torch.arange(keys.start, keys.stop, device=self.query.device)
+            device = self.query.device
+            query = torch.arange(queries.start, queries.stop, device=device)[:, None]  # [c, 1]
+            key = torch.arange(keys.start, keys.stop, device=device)  # [l]
         else:
             positions = self.documents.positions
             places = self.documents.places(queries, self.offset)
             query, key = positions[:, places, None], positions[:, None, keys]
         farthest = self.max_kv_len - 1
-        nearest = 0 if self.span.causal else -farthest
+        nearest = -farthest
+        if self.span.causal:
+            nearest = 0
         return (query - key).clamp_(nearest, farthest)
 
     # -- validity ----------------------------------------------------------------------------------
 
     def validate(self) -> "AttentionCall":
-        """Return the call itself. Raises ValueError for arguments that do not fit together."""
+        """Return the call itself. Raises ValueError for arguments that do not fit together.
+
+        Every layer of every step calls this, so valid arguments cost a few comparisons.
+        """
+        check_shapes(self.query, self.key, self.value)
         check_states(self)
-        check_method(self)
-        check_tables(self)
+        tables = self.tables
+        if self.decay_sums is not None:
+            check_decay(self, self.decay_sums)
+        if self.method is not None:
+            check_method(self, self.method)
+
+        # Tables without a value have nothing to check.
+        if tables is not NO_TABLES:
+            check_tables(self)
         return self
-
-
-def check_states(call: AttentionCall) -> None:
-    """Raises ValueError for shapes, dtypes, masks or a dropout probability that do not fit."""
-    check_shapes(call.query, call.key, call.value)
-    if not call.query.dtype == call.key.dtype == call.value.dtype:
-        raise ValueError(
-            f"query, key and value differ in dtype: {call.query.dtype}, {call.key.dtype}, "
-            f"{call.value.dtype}"
-        )
-
-    if not call.query.is_floating_point():
-        raise ValueError(
-            f"query, key and value are {call.query.dtype}; they must be floating-point"
-        )
-
-    # Positions.
-    q_len, kv_len, causal = call.q_len, call.kv_len, call.span.causal
-    too_many = call.span != EVERY_KEY and q_len > kv_len
-    if not q_len or not kv_len or too_many:
-        raise ValueError(
-            f"{q_len} queries for {kv_len} keys: the queries are the last positions of the keys, "
-            f"so there must be 1 to {kv_len}; only attention with causal=False and no window can "
-            "have more"
-        )
-    if call.documents is not None:
-        check_documents(call.documents, len(call.query), q_len, kv_len, causal)
-    if call.dropped and (call.documents is not None or not causal):
-        raise ValueError(
-            "dropped must be 0 with documents or causal=False, which have positions of their own"
-        )
-    block = call.span.block
-    if block is not None and call.dropped % block:
-        raise ValueError(
-            f"block {block}: the first key is at position {call.dropped}, inside a block; pass the "
-            "keys from the start of a block on"
-        )
-
-    # Dropout and masks.
-    if not 0.0 <= call.dropout_p < 1.0:
-        raise ValueError(f"dropout_p must be at least 0 and below 1; got {call.dropout_p}")
-    mask, per_key = call.key_mask, [len(call.query), kv_len]
-    if mask is not None and (mask.dtype != torch.bool or list(mask.shape) != per_key):
-        raise ValueError(
-            f"key_mask {mask.dtype} {list(mask.shape)} must be bool {per_key}, True for the keys "
-            "that take part"
-        )
-
-
-def check_method(call: AttentionCall) -> None:
-    """Raises ValueError unless tables and decay sums are those of the call's method
-    and direction.
-    """
-    # A decay.
-    tables, sums, causal = call.tables, call.decay_sums, call.span.causal
-    if sums is not None:
-        expected = [*call.query.shape[:2], call.kv_len]
-        if not causal:
-            raise ValueError("causal=False: decay_sums need causal attention")
-        if list(sums.shape) != expected:
-            raise ValueError(
-                f"decay_sums {list(sums.shape)} must be {expected}, for each head and key"
-            )
-        if tables.weight is not None or call.modify_scores is not None or call.scale == 0.0:
-            raise ValueError(
-                "decay_sums cannot be combined with weight_table, modify_scores or a scale of 0"
-            )
-    method = call.method
-    if method is None:
-        return
-
-    # The direction, and the tables that the method has.
-    name = type(method).__name__
-    if not causal and method.causal_only:
-        raise ValueError(
-            f"{name} is defined only for causal attention; with causal=False, use a method that is "
-            "a function of the distance, such as kerple_log, rotary, rpe or fire"
-        )
-    for table_name, table in (("bias", tables.bias), ("weight", tables.weight)):
-        if (table is not None) != (table_name in method.hooks):
-            expected_table = "needs one" if table is None else "has none"
-            raise ValueError(
-                f"tables.{table_name} does not fit: {name} {expected_table}; pass "
-                "tables=position_tables(method, length, device)"
-            )
-    if tables.signed != (method.signed and not causal):
-        raise ValueError(
-            f"the tables of {name} depend on the direction: pass "
-            f"tables=position_tables(method, length, device, causal={causal})"
-        )
-
-    # The decay and the scores that the method has.
-    if "decay" in method.hooks and sums is None:
-        raise ValueError(f"{name} has a decay: pass decay_sums=decay_sums(method.decay(hidden))")
-    if "decay" not in method.hooks and sums is not None:
-        raise ValueError(f"decay_sums were passed, but {name} has no decay")
-    if call.modify_scores is not None and tables.scores is None:
-        origin = torch.zeros(1, device=call.query.device)
-        if method.table(origin) is not None:
-            raise ValueError(
-                f"{name} has a table for modify_scores: pass tables=position_tables(method, "
-                f"{call.max_kv_len}, device)"
-            )
-
-
-def check_tables(call: AttentionCall) -> None:
-    """Raises ValueError for tables that do not cover the heads and distances of the call."""
-    tables, heads, length = call.tables, call.query.shape[1], call.max_kv_len
-    for name, table in (("bias", tables.bias), ("weight", tables.weight)):
-        if table is None:
-            continue
-        # A row per head and a column per distance; with causal=False, there may be two halves.
-        shape = table.shape
-        fits = len(shape) == 2 or (len(shape) == 3 and shape[0] == 2 and not call.span.causal)
-        if fits and shape[-2] != heads and shape[-2] == call.q_len:
-            raise ValueError(
-                f"query {list(call.query.shape)} seems to be [b, s, h, d], because the tables have "
-                f"{shape[-2]} heads; pass query.transpose(1, 2), and the same for key and value"
-            )
-        if not fits or shape[-2] != heads or shape[-1] < length:
-            raise ValueError(
-                f"{name}_table {list(shape)} must be [{heads}, at least {length}]: a value per "
-                "head and distance, not per pair of query and key"
-            )
-    if tables.scores is not None and tables.scores.shape[-1] < length:
-        raise ValueError(
-            f"table {list(tables.scores.shape)} must be [..., at least {length}]: pass "
-            f"score_table(method, {length}, device)"
-        )
-    for name, jacobian in (("bias", tables.bias_jacobian), ("weight", tables.weight_jacobian)):
-        if jacobian is not None:
-            check_jacobian(name, jacobian, heads, length)
-
-
-def check_jacobian(name: str, jacobian: TableJacobian, heads: int, length: int) -> None:
-    """Raises ValueError unless the jacobian covers the heads and distances."""
-    coefficients, directions = list(jacobian.coefficients.shape), list(jacobian.directions.shape)
-    if coefficients[:1] != [heads] or directions[:-1] != coefficients or directions[-1] < length:
-        raise ValueError(
-            f"{name}_jacobian has coefficients {coefficients} and directions {directions}; they "
-            f"must be [{heads}, p] and [{heads}, p, at least {length}]"
-        )
-
-
-def check_documents(
-    documents: Documents, batch: int, q_len: int, kv_len: int, causal: bool
-) -> None:
-    """Raises ValueError unless the documents are those of the keys, and have positions for the
-    queries.
-    """
-    shape = list(documents.ids.shape)
-    if shape != [batch, kv_len]:
-        raise ValueError(f"document_ids {shape} must be {[batch, kv_len]}: each key's document")
-    if not causal and q_len != kv_len:
-        raise ValueError("causal=False: document_ids need as many queries as keys")
 
 
 def check_shapes(query: Tensor, key: Tensor, value: Tensor) -> None:
@@ -436,3 +302,163 @@ def check_shapes(query: Tensor, key: Tensor, value: Tensor) -> None:
             "[b, h, s, d], [b, g, t, d] and [b, g, t, v], where g divides h; for one sample, add a "
             "dimension with query[None]"
         )
+
+
+def check_states(call: AttentionCall) -> None:
+    """Raises ValueError for dtypes, lengths, masks or a dropout probability that do not fit."""
+    query, span, documents = call.query, call.span, call.documents
+    dtype, batch = query.dtype, query.shape[0]
+    if not dtype == call.key.dtype == call.value.dtype:
+        raise ValueError(
+            f"query, key and value differ in dtype: {dtype}, {call.key.dtype}, {call.value.dtype}"
+        )
+    if not dtype.is_floating_point:
+        raise ValueError(f"query, key and value are {dtype}; they must be floating-point")
+
+    # Positions. Only queries that see every key need no positions of their own.
+    q_len, kv_len, causal = query.shape[2], call.key.shape[2], span.causal
+    has_positions = causal or span.window is not None
+    if not q_len or not kv_len or (has_positions and q_len > kv_len):
+        raise ValueError(
+            f"{q_len} queries for {kv_len} keys: the queries are the last positions of the keys, "
+            f"so there must be 1 to {kv_len}; only attention with causal=False and no window can "
+            "have more"
+        )
+    if documents is not None:
+        check_documents(documents, batch, q_len, kv_len, causal)
+    if call.dropped and (documents is not None or not causal):
+        raise ValueError(
+            "dropped must be 0 with documents or causal=False, which have positions of their own"
+        )
+    if span.block is not None and call.dropped % span.block:
+        raise ValueError(
+            f"block {span.block}: the first key is at position {call.dropped}, inside a block; "
+            "pass the keys from the start of a block on"
+        )
+
+    # Dropout and masks.
+    if not 0.0 <= call.dropout_p < 1.0:
+        raise ValueError(f"dropout_p must be at least 0 and below 1; got {call.dropout_p}")
+    mask = call.key_mask
+    if mask is not None and (mask.dtype != torch.bool or mask.shape != (batch, kv_len)):
+        raise ValueError(
+            f"key_mask {mask.dtype} {list(mask.shape)} must be bool {[batch, kv_len]}, True for "
+            "the keys that take part"
+        )
+
+
+def check_documents(
+    documents: Documents, batch: int, q_len: int, kv_len: int, causal: bool
+) -> None:
+    """Raises ValueError unless the documents are those of the keys, and have positions for the
+    queries.
+    """
+    shape = documents.ids.shape
+    if shape != (batch, kv_len):
+        raise ValueError(
+            f"document_ids {list(shape)} must be {[batch, kv_len]}: each key's document"
+        )
+    if not causal and q_len != kv_len:
+        raise ValueError("causal=False: document_ids need as many queries as keys")
+
+
+def check_decay(call: AttentionCall, sums: Tensor) -> None:
+    """Raises ValueError unless decay sums have a number per head and key, and fit the scores."""
+    batch, heads, _, _ = call.query.shape
+    expected = (batch, heads, call.key.shape[2])
+    if not call.span.causal:
+        raise ValueError("causal=False: decay_sums need causal attention")
+    if sums.shape != expected:
+        raise ValueError(
+            f"decay_sums {list(sums.shape)} must be {list(expected)}, for each head and key"
+        )
+    if call.tables.weight is not None or "modify_scores" in call.hooks or call.scale == 0.0:
+        raise ValueError(
+            "decay_sums cannot be combined with weight_table, modify_scores or a scale of 0"
+        )
+
+
+def check_method(call: AttentionCall, method: PositionalMethod) -> None:
+    """Raises ValueError unless tables and decay sums are those of the call's method and
+    direction.
+    """
+    hooks, tables, causal, name = method.hooks, call.tables, call.span.causal, type(method).__name__
+    if not causal and method.causal_only:
+        raise ValueError(
+            f"{name} is defined only for causal attention; with causal=False, use a method that is "
+            "a function of the distance, such as kerple_log, rotary, rpe or fire"
+        )
+
+    # The tables that the method has, for this direction.
+    for table_name, table in (("bias", tables.bias), ("weight", tables.weight)):
+        if (table is None) == (table_name in hooks):
+            problem = "has none"
+            if table is None:
+                problem = "needs one"
+            raise ValueError(
+                f"tables.{table_name} does not fit: {name} {problem}; pass "
+                "tables=position_tables(method, length, device)"
+            )
+    if tables.signed != (method.signed and not causal):
+        raise ValueError(
+            f"the tables of {name} depend on the direction: pass "
+            f"tables=position_tables(method, length, device, causal={causal})"
+        )
+
+    # The decay and the scores that the method has.
+    if "decay" in hooks and call.decay_sums is None:
+        raise ValueError(f"{name} has a decay: pass decay_sums=decay_sums(method.decay(hidden))")
+    if "decay" not in hooks and call.decay_sums is not None:
+        raise ValueError(f"decay_sums were passed, but {name} has no decay")
+    if "modify_scores" in hooks and tables.scores is None:
+        origin = torch.zeros(1, device=call.query.device)
+        if method.table(origin) is not None:
+            raise ValueError(
+                f"{name} has a table for modify_scores: pass tables=position_tables(method, "
+                f"{call.max_kv_len}, device)"
+            )
+
+
+def check_tables(call: AttentionCall) -> None:
+    """Raises ValueError for tables that do not cover the heads and distances of the call."""
+    tables, heads, length = call.tables, call.query.shape[1], call.max_kv_len
+    for name, table, jacobian in (
+        ("bias", tables.bias, tables.bias_jacobian),
+        ("weight", tables.weight, tables.weight_jacobian),
+    ):
+        if table is not None:
+            check_table(call, name, table.shape, length)
+        if jacobian is None:
+            continue
+        # A direction per coefficient, and a column per distance.
+        coefficients, directions = jacobian.coefficients.shape, jacobian.directions.shape
+        fits = coefficients[:1] == (heads,) and directions[:-1] == coefficients
+        if not fits or directions[-1] < length:
+            raise ValueError(
+                f"{name}_jacobian has coefficients {list(coefficients)} and directions "
+                f"{list(directions)}; they must be [{heads}, p] and [{heads}, p, at least {length}]"
+            )
+    if tables.scores is not None and tables.scores.shape[-1] < length:
+        raise ValueError(
+            f"table {list(tables.scores.shape)} must be [..., at least {length}]: pass "
+            f"score_table(method, {length}, device)"
+        )
+
+
+def check_table(call: AttentionCall, name: str, shape: torch.Size, length: int) -> None:
+    """Raises ValueError unless a table of this shape has a row per head and a column per
+    distance; with causal=False, there may be two halves.
+    """
+    heads = call.query.shape[1]
+    fits = len(shape) == 2 or (len(shape) == 3 and shape[0] == 2 and not call.span.causal)
+    if fits and shape[-2] == heads and shape[-1] >= length:
+        return
+    if fits and shape[-2] != heads and shape[-2] == call.q_len:
+        raise ValueError(
+            f"query {list(call.query.shape)} seems to be [b, s, h, d], because the tables have "
+            f"{shape[-2]} heads; pass query.transpose(1, 2), and the same for key and value"
+        )
+    raise ValueError(
+        f"{name}_table {list(shape)} must be [{heads}, at least {length}]: a value per head and "
+        "distance, not per pair of query and key"
+    )

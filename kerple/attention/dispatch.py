@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kerple.attention import parts, self_check
-from kerple.attention.backend import Backend, Requirements
+from kerple.attention.backend import Requirements
 from kerple.attention.backends.chunked import CHUNKED
 from kerple.attention.backends.flex import FLEX
 from kerple.attention.backends.reference import REFERENCE
@@ -19,11 +19,7 @@ from kerple.attention.backends.triton.operator import FUSED
 from kerple.attention.call import AttentionCall
 from kerple.positional import PositionalMethod
 
-BACKENDS: dict[str, Backend] = {
-    backend.name: backend for backend in (REFERENCE, SDPA, CHUNKED, FLEX, FUSED)
-}
-
-
+BACKENDS = {backend.name: backend for backend in (REFERENCE, SDPA, CHUNKED, FLEX, FUSED)}
 # Kinds of calls whose backend is remembered.
 MAX_KINDS = 256
 
@@ -55,7 +51,8 @@ class Dispatcher:
         if call.documents is None and call.span.block is None and "scale_qk" not in call.hooks:
             return BACKENDS[self._choice(call)].compute(call)
 
-        # Calls of several parts: each has its own kind.
+        # Calls of several parts: each has its own kind. Packed documents are one call of the fused
+        # kernels, which read only the documents' own keys.
         masks_documents = None
         if self.backend != "auto":
             check_backend(self.backend, Requirements())
@@ -68,6 +65,7 @@ class Dispatcher:
         return BACKENDS[checked_choice(part, self.backend)].compute(part)
 
     def _choice(self, call: AttentionCall) -> str:
+        """The remembered backend for calls of this kind."""
         # A compiled graph and a captured one check nothing, so their choice may differ.
         if torch.compiler.is_compiling() or not self_check.can_check(call.query):
             return checked_choice(call, self.backend)
@@ -95,10 +93,11 @@ def checked_choice(call: AttentionCall, backend: str) -> str:
     if chosen != "fused":
         return chosen
     verdict = check_fused(call)
-    if verdict is None:
+    if verdict is None or verdict.failure is None:
         return chosen
-    if verdict.failure is not None:
-        print(verdict, file=sys.stderr, flush=True)
+
+    # The kernels are excluded now: `auto` chooses another backend, and `fused` is an error.
+    print(verdict, file=sys.stderr, flush=True)
     chosen = choose(call, requirements, backend)
     check_backend(chosen, requirements)
     return chosen
@@ -153,8 +152,9 @@ def choose(call: AttentionCall, requirements: Requirements, backend: str) -> str
     if call.documents is not None:
         if call.is_packed and fused_is_fastest(requirements, call.q_len):
             return "fused"
-        needs_scores = requirements.weight or requirements.modify_scores
-        return "chunked" if needs_scores else "sdpa"
+        if requirements.weight or requirements.modify_scores:
+            return "chunked"
+        return "sdpa"
     return fastest_backend(requirements, call.q_len, tables=call.has_tables, plain=call.is_plain)
 
 
@@ -168,10 +168,10 @@ def fastest_backend(requirements: Requirements, q_len: int, *, tables: bool, pla
     needs_fused = tables or requirements.decay or not plain
     if needs_fused and fused_is_fastest(requirements, q_len):
         return "fused"
-    if tables:
-        return "chunked"
     on_cpu = requirements.device is not None and requirements.device.type == "cpu"
-    return "chunked" if on_cpu and not plain else "sdpa"
+    if tables or (on_cpu and not plain):
+        return "chunked"
+    return "sdpa"
 
 
 def fused_is_fastest(requirements: Requirements, q_len: int) -> bool:

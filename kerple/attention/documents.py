@@ -49,18 +49,19 @@ class Documents:
         self._from_zero, self.queries = positions is None, queries
         self.tiles: DocumentTiles | None = None
         self._groups: dict[int, list[tuple[Tensor, Tensor, int]]] = {}
-        self.positions = document_positions(self.ids) if positions is None else positions
+        if positions is None:
+            positions = document_positions(self.ids)
+        self.positions = positions
 
     def to(self, device: torch.device) -> "Documents":
         """The same documents for tensors on `device`. Their ids are not copied back for `ranges`
         and `groups`.
         """
-        queries = None if self.queries is None else self.queries.to(device)
-        moved = Documents(
-            self.ids.to(device, non_blocking=True),
-            self.positions.to(device, non_blocking=True),
-            queries,
-        )
+        ids = self.ids.to(device, non_blocking=True)
+        positions = self.positions.to(device, non_blocking=True)
+        moved = Documents(ids, positions)
+        if self.queries is not None:
+            moved.queries = self.queries.to(device)
         moved._from_zero, moved._ids_on_cpu = self._from_zero, self._ids_on_cpu
         return moved
 
@@ -74,11 +75,8 @@ class Documents:
         the ids.
         """
         ids = self._ids_on_cpu
-        return (
-            self._from_zero
-            and self.queries is None
-            and bool(((ids == ids[:, :1]) & (ids >= 0)).all())
-        )
+        is_first = (ids == ids[:, :1]) & (ids >= 0)
+        return self._from_zero and self.queries is None and bool(is_first.all())
 
     @cached_property
     def ranges(self) -> Tensor | None:
@@ -92,11 +90,13 @@ class Documents:
         flat = row * ids.shape[1] + first
         length = flat.diff(append=flat.new_tensor([ids.numel()]))
         ranges = torch.stack((row, first, length), dim=1)[ids[row, first] >= 0]
+
+        # A document that has several ranges has other tokens between them.
         named = torch.stack((ranges[:, 0], ids[ranges[:, 0], ranges[:, 1]]), dim=1)
-        is_packed = (
-            self._from_zero and self.queries is None and len(named.unique(dim=0)) == len(named)
-        )
-        return ranges if is_packed else None
+        are_documents = len(named.unique(dim=0)) == len(named)
+        if self._from_zero and self.queries is None and are_documents:
+            return ranges
+        return None
 
     def places(self, queries: slice, offset: int) -> slice | Tensor:
         """The places of a range of queries, the first of which would be at `offset` in the last
@@ -112,10 +112,13 @@ class Documents:
         ascending order.
         """
         ids = self._ids_on_cpu
-        numbers = ids - ids.min() + torch.arange(len(ids))[:, None] * (ids.max() - ids.min() + 1)
-        order = numbers.flatten().argsort(stable=True)
-        counts = numbers.flatten()[order].unique_consecutive(return_counts=True)[1].tolist()
-        return [tokens for tokens in order.split(counts) if ids.flatten()[tokens[0]] >= 0]
+        # A number for each document of each row.
+        rows = torch.arange(len(ids))[:, None] * (ids.max() - ids.min() + 1)
+        numbers = (ids - ids.min() + rows).flatten()
+        order = numbers.argsort(stable=True)
+        _, counts = numbers[order].unique_consecutive(return_counts=True)
+        documents = order.split(counts.tolist())
+        return [tokens for tokens in documents if ids.flatten()[tokens[0]] >= 0]
 
     def groups(self, q_len: int) -> list[tuple[Tensor, Tensor, int]]:
         """(queries `[n, c]`, keys `[n, l]`, position of the first key if all positions follow each
@@ -128,15 +131,18 @@ class Documents:
         """
         if q_len in self._groups:
             return self._groups[q_len]
+        # The query at each place of a row, or -1.
         length = self.ids.shape[1]
-        positions = None if self._from_zero else self.positions.cpu().flatten()
-        query_at = torch.full((length,), -1, device="cpu")  # the query at each place
-        places = (
-            torch.arange(length - q_len, length, device="cpu")
-            if self.queries is None
-            else self.queries.cpu()
-        )
+        positions = self.positions
+        if not self._from_zero:  # otherwise nothing reads them
+            positions = positions.cpu().flatten()
+        query_at = torch.full((length,), -1, device="cpu")
+        places = torch.arange(length - q_len, length, device="cpu")
+        if self.queries is not None:
+            places = self.queries.cpu()
         query_at[places] = torch.arange(q_len, device="cpu")
+
+        # The queries and keys of each document, by their numbers and the position of the first key.
         by_size: dict[tuple[int, int, int], list[tuple[Tensor, Tensor]]] = {}
         for keys in self._tokens:
             queries = query_at[keys % length]
@@ -147,13 +153,17 @@ class Documents:
             if end - before != len(found):
                 raise ValueError("Documents: the queries of a document must follow each other")
             queries, keys = queries[before:end] + keys[0] // length * q_len, keys[:end]
-            dropped = 0 if positions is None else int(positions[keys[before]]) - before
+            dropped = 0
+            if not self._from_zero:
+                dropped = int(positions[keys[before]]) - before
             by_size.setdefault((len(queries), end, dropped), []).append((queries, keys))
+
+        # One group for each kind, on the device.
         groups = []
         for (*_, dropped), documents in by_size.items():
-            queries, keys = (
-                torch.stack(indices).to(self.ids.device) for indices in zip(*documents, strict=True)
-            )
+            all_queries, all_keys = zip(*documents, strict=True)
+            queries = torch.stack(all_queries).to(self.ids.device)  # [n, c]
+            keys = torch.stack(all_keys).to(self.ids.device)  # [n, l]
             groups.append((queries, keys, dropped))
         self._groups[q_len] = groups
         return groups

@@ -5,7 +5,7 @@ Legend: b batch, s query length, t key length, h heads, g key/value heads, d hea
 block size.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -30,6 +30,7 @@ def run(call: AttentionCall, compute: Run, *, masks_documents: bool | None = Non
 
     masks_documents: see `Backend`.
     """
+    # Documents with a mask stay one call; the others get calls of their own.
     scales = "scale_qk" in call.hooks
     if call.documents is not None and (scales or not _masks_documents(call, masks_documents)):
         if call.q_len < call.kv_len or not call.documents.fill_rows:
@@ -72,32 +73,44 @@ def run_blocks(call: AttentionCall, block: int, run: Run) -> Tensor:
         complete = 0
         if number and first % block == 0:
             complete = min(most, (end - first) // block)
-        last = first + complete * block if complete else min((number + 1) * block, end)
-        part = replace(
-            call.part(slice(first - offset, last - offset), slice(first_key, last)), span=FULL
-        )
+        last = min((number + 1) * block, end)
+        if complete:
+            last = first + complete * block
+        part = call.part(slice(first - offset, last - offset), slice(first_key, last))
+        part = replace(part, span=FULL)
         if complete > 1:
-            sums, key_mask = part.decay_sums, part.key_mask
-            part = replace(
-                part,
-                query=_stack_blocks(part.query, block, block),
-                key=_stack_blocks(part.key, 2 * block, block),
-                value=_stack_blocks(part.value, 2 * block, block),
-                decay_sums=None
-                if sums is None
-                else _stack_blocks(sums[..., None], 2 * block, block)[..., 0],
-                key_mask=None
-                if key_mask is None
-                else key_mask.unfold(1, 2 * block, block).flatten(0, 1),
-            )
+            part = _stacked(part, block)
         context = run(part)
-        if complete > 1:  # [b n, h, B, d] -> [b, h, n B, d]
-            context = (
-                context.unflatten(0, (len(call.query), complete)).transpose(1, 2).flatten(2, 3)
-            )
+        if complete > 1:
+            context = context.unflatten(0, (len(call.query), complete))  # [b, n, h, B, d]
+            context = context.transpose(1, 2).flatten(2, 3)  # [b, h, n B, d]
         contexts.append(context)
         first = last
-    return torch.cat(contexts, dim=2) if len(contexts) > 1 else contexts[0]
+    return joined(contexts)
+
+
+def joined(contexts: list[Tensor]) -> Tensor:
+    """The contexts of consecutive queries as one, `[b, h, s, d]`. A single one is not copied."""
+    if len(contexts) == 1:
+        return contexts[0]
+    return torch.cat(contexts, dim=2)
+
+
+def _stacked(part: AttentionCall, block: int) -> AttentionCall:
+    """Several blocks of queries, and the keys of each, in the batch dimension."""
+    sums, key_mask = part.decay_sums, part.key_mask
+    if sums is not None:
+        sums = _stack_blocks(sums[..., None], 2 * block, block)[..., 0]
+    if key_mask is not None:
+        key_mask = key_mask.unfold(1, 2 * block, block).flatten(0, 1)
+    return replace(
+        part,
+        query=_stack_blocks(part.query, block, block),
+        key=_stack_blocks(part.key, 2 * block, block),
+        value=_stack_blocks(part.value, 2 * block, block),
+        decay_sums=sums,
+        key_mask=key_mask,
+    )
 
 
 def _stack_blocks(states: Tensor, size: int, step: int) -> Tensor:
@@ -113,45 +126,61 @@ def run_documents(call: AttentionCall, documents: Documents, run: Run) -> Tensor
     groups = documents.groups(q_len)
     if not groups:
         # The sum of no numbers is zero, and has gradients.
-        zeros = torch.stack([tensor[..., :0].sum().to(call.query.dtype) for tensor in call.inputs])
-        return call.value.new_zeros(call.context_shape) + zeros.sum()
+        zeros = call.value.new_zeros(call.context_shape)
+        tables = call.tables
+        for tensor in (
+            call.query,
+            call.key,
+            call.value,
+            tables.bias,
+            tables.weight,
+            call.decay_sums,
+        ):
+            if tensor is not None:
+                zeros = zeros + tensor[..., :0].sum().to(call.query.dtype)
+        return zeros
 
     # One copy of all states in the order of the groups, of which each call gets a part.
-    queries = _in_order(call.query, [places for places, _, _ in groups])
-    keys, values = (
-        _in_order(states, [places for _, places, _ in groups]) for states in (call.key, call.value)
-    )
-    sums = None if call.decay_sums is None else call.decay_sums.transpose(1, 2).flatten(0, 1)
+    query_places, key_places, all_dropped = zip(*groups, strict=True)
+    queries = _in_order(call.query, query_places)
+    keys, values = _in_order(call.key, key_places), _in_order(call.value, key_places)
     contexts = []
-    for index, (_, key_places, dropped) in enumerate(groups):
+    for index, dropped in enumerate(all_dropped):
+        sums, key_mask = call.decay_sums, call.key_mask
+        if sums is not None:
+            tokens = sums.transpose(1, 2).flatten(0, 1)  # [b t, h]
+            sums = tokens[key_places[index]].transpose(1, 2)  # [n, h, l]
+        if key_mask is not None:
+            key_mask = key_mask.flatten()[key_places[index]]  # [n, l]
         part = replace(
             call,
             query=queries[index],
             key=keys[index],
             value=values[index],
-            decay_sums=None if sums is None else sums[key_places].transpose(1, 2),
-            key_mask=None if call.key_mask is None else call.key_mask.flatten()[key_places],
+            decay_sums=sums,
+            key_mask=key_mask,
             documents=None,
             dropped=dropped,
         )
-        contexts.append(run(part).transpose(1, 2).flatten(0, 1))
+        contexts.append(run(part).transpose(1, 2).flatten(0, 1))  # [n c, h, v]
+
+    # Back in the order of the rows.
+    places = torch.cat([part.flatten() for part in query_places])
     context = call.value.new_zeros(batch * q_len, heads, call.value.shape[3])
-    context = context.index_copy(
-        0, torch.cat([places.flatten() for places, _, _ in groups]), torch.cat(contexts)
-    )
+    context = context.index_copy(0, places, torch.cat(contexts))
     return context.view(batch, q_len, heads, -1).transpose(1, 2)
 
 
-def _in_order(states: Tensor, places: list[Tensor]) -> list[Tensor]:
+def _in_order(states: Tensor, places: Sequence[Tensor]) -> list[Tensor]:
     """`[b, h, s, d]` -> for each `[n, c]` of the places, the states `[n, h, c, d]`, as parts of one
     copy.
     """
-    copy = states.transpose(1, 2).flatten(0, 1)[torch.cat([part.flatten() for part in places])]
-    parts = copy.split([part.numel() for part in places])
-    return [
-        part.unflatten(0, place.shape).transpose(1, 2)
-        for part, place in zip(parts, places, strict=True)
-    ]
+    tokens = states.transpose(1, 2).flatten(0, 1)  # [b s, h, d]
+    copy = tokens[torch.cat([place.flatten() for place in places])]
+    ordered = []
+    for part, place in zip(copy.split([place.numel() for place in places]), places, strict=True):
+        ordered.append(part.unflatten(0, place.shape).transpose(1, 2))
+    return ordered
 
 
 def run_scaled(call: AttentionCall, method: PositionalMethod, run: Run) -> Tensor:
@@ -162,23 +191,19 @@ def run_scaled(call: AttentionCall, method: PositionalMethod, run: Run) -> Tenso
     the products in both directions.
     """
     if not call.span.causal:
-        return run(
-            replace(call, method=None, products=partial(_products_in_both_directions, method))
-        )
+        products = partial(_products_in_both_directions, method)
+        return run(replace(call, method=None, products=products))
     contexts = []
     for first in range(0, call.q_len, method.segment):
         last = min(first + method.segment, call.q_len)
         # With blocks, this is the start of a block, so block boundaries stay in place.
         first_key, end = call.span.first_key(call.offset + first), call.offset + last
         part = call.part(slice(first, last), slice(first_key, end))
-        query, key = method.scale_qk(
-            part.query,
-            part.key,
-            torch.arange(call.offset + first, end, device="cpu") + call.dropped,
-            torch.arange(first_key, end, device="cpu") + call.dropped,
-        )
+        queries = torch.arange(call.offset + first, end, device="cpu") + call.dropped
+        keys = torch.arange(first_key, end, device="cpu") + call.dropped
+        query, key = method.scale_qk(part.query, part.key, queries, keys)
         contexts.append(run(replace(part, query=query, key=key, method=None)))
-    return torch.cat(contexts, dim=2) if len(contexts) > 1 else contexts[0]
+    return joined(contexts)
 
 
 def _products_in_both_directions(
@@ -195,16 +220,20 @@ def _products_in_both_directions(
     direction, the keys on the other side get the scale of the segment's end, since their own would
     overflow; these products are not used.
     """
-    key = key.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
+    key = key.repeat_interleave(query.shape[1] // key.shape[1], dim=1)  # [b, h, l, d]
+    segments = query.split(method.segment, dim=2), queries.split(method.segment)
     products = []
-    for part, positions in zip(
-        query.split(method.segment, dim=2), queries.split(method.segment), strict=True
-    ):
-        before = method.scale_qk(part, key, positions, keys.clamp(max=int(positions[-1])))
-        after = method.scale_qk(part, key, -positions, -keys.clamp(min=int(positions[0])))
-        follows = positions_on(keys, key.device) > positions_on(positions, key.device)[:, None]
-        following, preceding = (
-            scaled @ others.transpose(-1, -2) for scaled, others in (after, before)
+    for part, positions in zip(*segments, strict=True):
+        # The scaled states of each direction.
+        query_before, key_before = method.scale_qk(
+            part, key, positions, keys.clamp(max=int(positions[-1]))
         )
+        query_after, key_after = method.scale_qk(
+            part, key, -positions, -keys.clamp(min=int(positions[0]))
+        )
+        # Each pair gets the product of its own direction.
+        follows = positions_on(keys, key.device) > positions_on(positions, key.device)[:, None]
+        following = query_after @ key_after.transpose(-1, -2)
+        preceding = query_before @ key_before.transpose(-1, -2)
         products.append(torch.where(follows, following, preceding))
     return torch.cat(products, dim=2) * scale

@@ -45,7 +45,6 @@ MAX_JUMP = 4e-3
 DEVICE_TYPE = "cuda"  # tests set it to "cpu", where Triton's interpreter runs the kernels
 HOW_TO_REPORT = "to report it, run `python -m kerple.doctor` and open an issue with its output"
 
-
 NO_DIRECTIONS = ((0, False), (0, False))
 
 
@@ -96,13 +95,16 @@ class Variant(NamedTuple):
         parts = [str(self.dtype).removeprefix("torch."), f"head size {self.head_size}"]
         flags = ("bias", "weight", "decay", "window", "grouped", "documents", "gradients")
         parts += [name for name in flags if getattr(self, name)]
-        return ", ".join(
-            parts if self.aligned else [*parts, f"lengths that are not multiples of {ALIGNMENT}"]
-        )
+        if not self.aligned:
+            parts.append(f"lengths that are not multiples of {ALIGNMENT}")
+        return ", ".join(parts)
 
 
 def _coefficients(jacobian: TableJacobian | None) -> tuple[int, bool]:
-    return (0, False) if jacobian is None else (jacobian.coefficients.shape[1], jacobian.dense > 0)
+    """One of the `directions` of a variant."""
+    if jacobian is None:
+        return 0, False
+    return jacobian.coefficients.shape[1], jacobian.dense > 0
 
 
 @dataclass(frozen=True)
@@ -189,24 +191,28 @@ def ensure_checked(
     Returns the verdict; None if nothing was checked. Raises RuntimeError if the kernels made the
     GPU unusable.
     """
+    # Is there anything to check?
     device = call.query.device
     if torch.compiler.is_compiling() or device.type != DEVICE_TYPE:
         return None
     variant = Variant.of(call)
-    if not again and (
-        (device, variant) in _passed or (variant.dtype, variant.head_size) in _failures
-    ):
+    failed = (variant.dtype, variant.head_size) in _failures
+    if not again and (failed or (device, variant) in _passed):
         return None
     if not can_check(call.query):
         return None
+
     subject = ", ".join(part for part in (device_name(device), name, str(variant)) if part)
     verdict = _check(call, fused, baseline, subject, variant.gradients)
-    gpu_error = None if verdict.errors else _gpu_error(device)
-    if gpu_error is not None:
-        raise RuntimeError(
-            f"{verdict}. This process can no longer use the GPU. Start it again with "
-            "attention-backend chunked"
-        ) from gpu_error
+    if not verdict.errors:
+        error = _gpu_error(device)
+        if error is not None:
+            raise RuntimeError(
+                f"{verdict}. This process can no longer use the GPU. Start it again with "
+                "attention-backend chunked"
+            ) from error
+
+    # Remember the result; a check with gradients covers calls without them.
     if verdict.failure is not None:
         reject(variant.dtype, variant.head_size, f"{verdict.failure} ({subject})")
     else:
@@ -215,8 +221,7 @@ def ensure_checked(
     return verdict
 
 
-# -- the comparison
-# --------------------------------------------------------------------------------------------------
+# -- the comparison --------------------------------------------------------------------------------
 
 
 def relative_errors(
@@ -233,13 +238,12 @@ def relative_errors(
         errors = {}
         for name, result in actual.items():
             exact = expected[name]
-            norm = exact.norm()
             which, _, what = name.partition("_")
             jacobian = jacobians.get(which)
             if jacobian is not None and what == "table":  # it has a gradient only below `dense`
                 result, exact = result[:, : jacobian.dense], exact[:, : jacobian.dense]
-                norm = exact.norm()
-            elif jacobian is not None:
+            norm = exact.norm()
+            if jacobian is not None and what == "coefficients":
                 # The terms of a sum over distances may cancel: its error is relative to at least
                 # 0.3 of the sum of their absolute values.
                 terms = jacobian.directions.double() * expected[f"{which}_table"][:, None]
@@ -250,14 +254,16 @@ def relative_errors(
 
 def _results(call: AttentionCall, backend: Backend, dtype: torch.dtype) -> dict[str, Tensor]:
     """The context, and the gradients if they are enabled, by the name of their tensor."""
-    wide = torch.promote_types(dtype, torch.float32)
-    leaves = {
-        name: getattr(call, name).detach().to(dtype).requires_grad_()
-        for name in ("query", "key", "value")
-    }
+    # The states are leaves in the dtype of the backend.
+    leaves: dict[str, Tensor] = {}
+    for name in ("query", "key", "value"):
+        leaves[name] = getattr(call, name).detach().to(dtype).requires_grad_()
     if call.decay_sums is not None:
         leaves["decay_sums"] = call.decay_sums.detach().requires_grad_()
-    arguments = dict(leaves)
+    arguments: dict[str, Any] = dict(leaves)
+
+    # So are the tables, in at least float32, and the coefficients of their jacobians.
+    wide = torch.promote_types(dtype, torch.float32)
     tables: dict[str, Any] = {}
     replaced = []
     for name, table, jacobian in (
@@ -273,17 +279,17 @@ def _results(call: AttentionCall, backend: Backend, dtype: torch.dtype) -> dict[
             directions = jacobian.directions.detach().to(wide)
             # The same values, but with a gradient for the coefficients, for backends that do not
             # use the jacobian.
-            table = table + ((coefficients - coefficients.detach())[..., None] * directions).sum(
-                dim=1
-            )
+            zeros = (coefficients - coefficients.detach())[..., None]  # [h, p, 1]
+            table = table + (zeros * directions).sum(dim=1)
             tables[f"{name}_jacobian"] = replace(
                 jacobian, coefficients=coefficients, directions=directions
             )
             replaced.append(f"{name}_table")
         tables[name] = table
-    context = backend.compute(
-        replace(call, **arguments, tables=replace(call.tables, **tables, kernel=None))
-    )
+    arguments["tables"] = replace(call.tables, **tables, kernel=None)
+    context = backend.compute(replace(call, **arguments))
+
+    # Gradients for a random upstream gradient, rounded like the states.
     results = {"result": context.detach()}
     if torch.is_grad_enabled():
         upstream = _random(1, *context.shape).to(call.query).to(context)
@@ -309,14 +315,14 @@ def small_call(call: AttentionCall) -> AttentionCall:
     Random numbers are added to the tables, so that each distance and head has its own value.
     """
     heads, head_size = call.query.shape[1], call.query.shape[3]
-    removed = 0 if Variant.of(call).aligned else ODD
-    q_len, kv_len = Q_LEN - removed, KV_LEN - removed
+    q_len, kv_len = Q_LEN, KV_LEN
+    if not Variant.of(call).aligned:
+        q_len, kv_len = Q_LEN - ODD, KV_LEN - ODD
     documents = None
     if call.documents is not None:
+        # Two documents, one of more than a tile.
         q_len = kv_len
-        ids = (
-            2 * torch.arange(kv_len, device="cpu") ** 2 // kv_len**2
-        )  # two documents, one of more than a tile
+        ids = 2 * torch.arange(kv_len, device="cpu") ** 2 // kv_len**2
         documents = Documents(torch.stack((ids, ids.flip(0)))[:BATCH]).to(call.query.device)
 
     def states(seed: int, length: int, heads: int) -> Tensor:
@@ -326,40 +332,38 @@ def small_call(call: AttentionCall) -> AttentionCall:
     def resized(table: Tensor) -> Tensor:
         """The entries at distances 0 ... kv_len-1; beyond the table, its last one."""
         table = table.detach()[..., :kv_len]
-        return torch.cat(
-            [table, table[..., -1:].expand(*table.shape[:-1], kv_len - table.shape[-1])], dim=-1
-        )
+        missing = table[..., -1:].expand(*table.shape[:-1], kv_len - table.shape[-1])
+        return torch.cat([table, missing], dim=-1)
 
-    def table(seed: int, values: Tensor | None) -> Tensor | None:
-        return (
-            None
-            if values is None
-            else resized(values) + 0.3 * _random(seed, heads, kv_len).to(values)
-        )
-
-    def jacobian(values: TableJacobian | None) -> TableJacobian | None:
-        return None if values is None else replace(values, directions=resized(values.directions))
+    # Tables, and the directions of their jacobians, for the distances of this call.
+    tables: dict[str, Any] = {}
+    for seed, name in ((5, "bias"), (6, "weight")):
+        values = getattr(call.tables, name)
+        jacobian = getattr(call.tables, f"{name}_jacobian")
+        if values is not None:
+            noise = _random(seed, heads, kv_len).to(values)
+            tables[name] = resized(values) + 0.3 * noise
+        if jacobian is not None:
+            directions = resized(jacobian.directions)
+            tables[f"{name}_jacobian"] = replace(jacobian, directions=directions)
 
     sums = None
     if call.decay_sums is not None:
         # Like those of a late part of a long text: large, with small differences.
         sums = call.decay_sums.new_full((BATCH, heads, kv_len), -4000.0)
         sums -= 0.1 * _random(7, BATCH, heads, kv_len).to(sums).abs().cumsum(dim=-1)
+    span = FULL
+    if call.max_kv_len < call.kv_len:
+        span = Span(window=WINDOW)
     return replace(
         call,
         query=states(2, q_len, heads),
         key=states(3, kv_len, call.kv_heads),
         value=states(4, kv_len, call.kv_heads),
-        tables=PositionTables(
-            bias=table(5, call.tables.bias),
-            weight=table(6, call.tables.weight),
-            bias_jacobian=jacobian(call.tables.bias_jacobian),
-            weight_jacobian=jacobian(call.tables.weight_jacobian),
-            scores=call.tables.scores,
-        ),
+        tables=PositionTables(**tables, scores=call.tables.scores),
         decay_sums=sums,
         documents=documents,
-        span=Span(window=WINDOW) if call.max_kv_len < call.kv_len else FULL,
+        span=span,
         dropout_p=0.0,
     ).validate()
 
@@ -383,7 +387,8 @@ def _check(
 
 def describe(error: Exception) -> str:
     """The kind of an error, and the first line of its message."""
-    return f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')}"
+    first_line, _, _ = str(error).strip().partition("\n")
+    return f"{type(error).__name__}: {first_line}"
 
 
 def wrong_result(
@@ -394,14 +399,16 @@ def wrong_result(
     kinks: whether the scores may have kinks as functions of query and key (see MAX_JUMP).
     """
     for name, error in errors.items():
-        limit = (
-            max(MAX_ERROR[dtype], MAX_JUMP)
-            if kinks and name in ("query", "key")
-            else MAX_ERROR[dtype]
-        )
-        if not error <= limit:  # also for NaN
-            what = "the result" if name == "result" else f"the gradient of {name.replace('_', ' ')}"
-            return f"{what} has a relative error of {error:.1e}, more than {limit:.0e}"
+        limit = MAX_ERROR[dtype]
+        if kinks and name in ("query", "key"):
+            limit = max(limit, MAX_JUMP)
+        if error <= limit:
+            continue
+        # Too large, or NaN.
+        what = f"the gradient of {name.replace('_', ' ')}"
+        if name == "result":
+            what = "the result"
+        return f"{what} has a relative error of {error:.1e}, more than {limit:.0e}"
     return None
 
 
@@ -416,4 +423,7 @@ def _gpu_error(device: torch.device) -> RuntimeError | None:
 
 
 def device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    """The model of a GPU, or the type of another device."""
+    if device.type != "cuda":
+        return device.type
+    return torch.cuda.get_device_name(device)

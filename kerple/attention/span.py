@@ -67,8 +67,11 @@ class Span:
         """The largest number of keys up to its own position that any of `length` queries attends
         to.
         """
-        limit = self.window if self.block is None else 2 * self.block
-        return length if limit is None else min(length, limit + self.sinks)
+        if self.block is not None:
+            return min(length, 2 * self.block)
+        if self.window is not None:
+            return min(length, self.window + self.sinks)
+        return length
 
     def first_key(self, position: Position) -> Position:
         """The first key position that the query at `position` attends to, without sinks;
@@ -80,7 +83,9 @@ class Span:
             first = position - self.window + 1
         else:
             first = 0 * position
-        return first.clamp(min=0) if isinstance(first, Tensor) else max(0, first)
+        if isinstance(first, Tensor):
+            return first.clamp(min=0)
+        return max(0, first)
 
     def mask(
         self, queries: slice | range, keys: slice | range, device: torch.device | str
@@ -102,15 +107,15 @@ class Span:
         """
         if not self.causal:
             distance = (query - key).abs_()
-            return (
-                torch.zeros_like(distance, dtype=torch.bool)
-                if self.window is None
-                else distance >= self.window
-            )
+            if self.window is None:
+                return torch.zeros_like(distance, dtype=torch.bool)
+            return distance >= self.window
+
+        # Keys after the query, and those before its window or blocks, except the sinks.
         mask = key > query
-        return (
-            mask if self == FULL else mask | ((key < self.first_key(query)) & (key >= self.sinks))
-        )
+        if self == FULL:
+            return mask
+        return mask | ((key < self.first_key(query)) & (key >= self.sinks))
 
 
 FULL = Span()

@@ -4,6 +4,7 @@ Legend: t key length, h heads, g key/value heads, d head size.
 """
 
 import itertools
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -64,24 +65,28 @@ def check_kernels(
     Returns the verdicts that were new to this process. Raises NotImplementedError if the configured
     backend does not support these calls on the device.
     """
-    windows: tuple[int | None, ...] = (None,)
-    lengths = [self_check.KV_LEN]
+    # The windows and lengths of the calls, which have different kernels.
+    spans, lengths = [Span()], [self_check.KV_LEN]
     if windowed or not training:
-        windows = (None, self_check.WINDOW)
+        spans.append(Span(window=self_check.WINDOW))
     if not training:
         lengths.append(self_check.KV_LEN - self_check.ODD)
+    name = ""
+    if method is not None:
+        name = type(method).__name__
+
+    # Check those that the fused backend would run.
     verdicts = []
     with torch.inference_mode(False), torch.set_grad_enabled(training):
-        for window, length in itertools.product(windows, lengths):
+        for span, length in itertools.product(spans, lengths):
             query = torch.empty(1, heads.queries, length, heads.size, dtype=dtype, device=device)
-            call = _example(method, query, heads.keys, Span(window=window), documents)
+            call = _example(method, query, heads.keys, span, documents)
             requirements = Requirements.of_call(call)
             chosen = choose(call, requirements, backend)
             if not again:
                 check_backend(chosen, requirements)
             if chosen != "fused":
                 continue
-            name = "" if method is None else type(method).__name__
             verdict = check_fused(call, name, again)
             if verdict is not None:
                 verdicts.append(verdict)
@@ -103,24 +108,22 @@ def _example(
     key = query[:, :1].expand(-1, kv_heads, -1, -1).clone().requires_grad_(training)
     if not training:
         query = query[:, :, self_check.ALIGNMENT :]
-    hooks = frozenset() if method is None else method.hooks
-    sums = None
-    if "decay" in hooks:
-        sums = query.new_zeros(1, heads, length, dtype=torch.float64)
-    one_document = None
-    if documents and "scale_qk" not in hooks:  # scaled queries and keys have a call per document
-        one_document = Documents(torch.zeros(1, length, dtype=torch.long))
-    return AttentionCall(
+    call = AttentionCall(
         query=query.requires_grad_(training),
         key=key,
         value=key,
         scale=head_size**-0.5,
         method=method,
         tables=position_tables(method, length, query.device, with_jacobians=training),
-        decay_sums=sums,
         span=span,
-        documents=one_document,
     )
+    if "decay" in call.hooks:
+        sums = query.new_zeros(1, heads, length, dtype=torch.float64)
+        call = replace(call, decay_sums=sums)
+    if documents and "scale_qk" not in call.hooks:  # scaled states have a call per document
+        one_document = Documents(torch.zeros(1, length, dtype=torch.long))
+        call = replace(call, documents=one_document)
+    return call
 
 
 def describe_choice(
@@ -137,43 +140,45 @@ def describe_choice(
     if said so.
     """
     device = torch.device(device)
-    hooks = frozenset() if method is None else method.hooks
+    usual = Requirements.of(method, device=device, dtype=dtype, head_size=head_size)
     on_gpu = device.type == "cuda"
 
     # Methods with scores of their own need memory for a chunk of scores.
-    modifies = "modify_scores" in hooks
     chunks = ""
-    if modifies and on_gpu and torch.cuda.is_available() and backend in ("auto", "chunked"):
+    runs_chunked = usual.modify_scores and backend in ("auto", "chunked")
+    if runs_chunked and on_gpu and torch.cuda.is_available():
         mebibytes = modify_budget(device) / 2**20
         chunks = f", in chunks of at most {mebibytes:,.0f} MiB of scores on this GPU"
     if backend != "auto":
         return f"{backend} (as configured){chunks}"
-    if modifies:
-        return (
-            "chunked (auto: the only memory-efficient backend for a method with modify_scores)"
-            + chunks
-        )
+    if usual.modify_scores:
+        reason = "the only memory-efficient backend for a method with modify_scores"
+        return f"chunked (auto: {reason}){chunks}"
 
     # The choices for plain calls, and for those with a window or with fewer queries than keys.
-    usual = Requirements.of(method, device=device, dtype=dtype, head_size=head_size)
+    hooks: frozenset[str] = frozenset()
+    if method is not None:
+        hooks = method.hooks
     has_tables = bool(hooks & {"bias", "weight"})
     plain = fastest_backend(usual, 2, tables=has_tables, plain=not windowed)
     other = fastest_backend(usual, 2, tables=has_tables, plain=False)
     masked = documents and "scale_qk" not in hooks
     if documents:
-        # All of them in one call of the fused kernels, or ordinary calls for documents of equal
-        # size.
+        # One call of the fused kernels, or ordinary calls for documents of equal size.
         if masked and fused_is_fastest(usual, 2):
             plain = "fused"
         other = plain
 
     # Why, and for which calls.
     reason = f"fastest on {device.type} for this method"
-    could_be_fused = has_tables or "decay" in hooks or windowed or masked
-    unsupported = unsupported_reason("fused", usual) if could_be_fused and on_gpu else None
+    could_be_fused = has_tables or usual.decay or windowed or masked
     if self_check.failure(usual) is not None:
         reason = "the fused kernels failed their self-check"
-    elif unsupported is not None:
-        reason = f"fused {unsupported}"
-    others = "" if plain == other else f", and {other} for windows and for fewer queries than keys"
+    elif could_be_fused and on_gpu:
+        unsupported = unsupported_reason("fused", usual)
+        if unsupported is not None:
+            reason = f"fused {unsupported}"
+    others = ""
+    if plain != other:
+        others = f", and {other} for windows and for fewer queries than keys"
     return f"{plain}{others} (auto: {reason})"

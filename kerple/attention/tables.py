@@ -135,17 +135,20 @@ def tables(
     if rounded:
         distance = distance.bfloat16().float()
 
-    signed = method.signed and not causal
-    bias = _values(method.bias, distance, signed) if "bias" in method.hooks else None
-    weight = _values(method.weight, distance, signed) if "weight" in method.hooks else None
-    if rounded:
-        bias = None if bias is None else bias.bfloat16().float()
-        weight = None if weight is None else weight.bfloat16().float()
-    return bias, weight
-
-
-def _values(function: Callable[[Tensor], Tensor], distance: Tensor, signed: bool) -> Tensor:
-    return torch.stack((function(distance), function(-distance))) if signed else function(distance)
+    # The values of each hook, for both directions if they differ.
+    values: list[Tensor | None] = []
+    for name in ("bias", "weight"):
+        if name not in method.hooks:
+            values.append(None)
+            continue
+        hook: Callable[[Tensor], Tensor] = getattr(method, name)
+        table = hook(distance)  # [h, n]
+        if method.signed and not causal:
+            table = torch.stack((table, hook(-distance)))  # [2, h, n]
+        if rounded:
+            table = table.bfloat16().float()
+        values.append(table)
+    return values[0], values[1]
 
 
 def jacobians(
@@ -157,11 +160,14 @@ def jacobians(
     A backend that uses them (see `attend`) sums the gradients of a few coefficients per head
     instead of those of the whole table.
     """
+    bias = weight = None
     if not method.hooks & {"bias", "weight"}:
-        return None, None
+        return bias, weight
     distance = torch.arange(length, dtype=torch.float32, device=device)
-    bias = method.bias_jacobian(distance) if "bias" in method.hooks else None
-    weight = method.weight_jacobian(distance) if "weight" in method.hooks else None
+    if "bias" in method.hooks:
+        bias = method.bias_jacobian(distance)
+    if "weight" in method.hooks:
+        weight = method.weight_jacobian(distance)
     return bias, weight
 
 
@@ -181,16 +187,16 @@ def score_table(
     window (see `PositionalMethod.mapped_table`), unless the method is `shift_invariant`.
     """
     distance = torch.arange(first, length, dtype=torch.float32, device=device)
-    if not causal and method.signed:
-        halves = method.table(distance), method.table(-distance)
-        return (
-            None if halves[0] is None or halves[1] is None else torch.stack((halves[0], halves[1]))
-        )
-    return (
-        method.table(distance)
-        if distance_map is None
-        else method.mapped_table(distance_map(distance))
-    )
+    if causal or not method.signed:
+        if distance_map is None:
+            return method.table(distance)
+        return method.mapped_table(distance_map(distance))
+
+    # A half for keys up to the query, and one for keys after it.
+    before, after = method.table(distance), method.table(-distance)
+    if before is None or after is None:
+        return None
+    return torch.stack((before, after))
 
 
 def lookup(table: Tensor, distance: Tensor) -> Tensor:
@@ -198,9 +204,14 @@ def lookup(table: Tensor, distance: Tensor) -> Tensor:
     `[b, h, c, l]`. The distances of keys after the query are negative; a table `[2, h, n]` has its
     own half for them.
     """
+    has_batch = distance.dim() == 3
     if table.dim() == 3:
+        before, after = lookup(table[0], distance), lookup(table[1], distance)
         follows = distance < 0
-        after, before = lookup(table[1], distance), lookup(table[0], distance)
-        return torch.where(follows if distance.dim() == 2 else follows[:, None], after, before)
-    values = table[:, distance.abs()]
-    return values if distance.dim() == 2 else values.transpose(0, 1)
+        if has_batch:
+            follows = follows[:, None]
+        return torch.where(follows, after, before)
+    values = table[:, distance.abs()]  # [h, c, l], or [h, b, c, l]
+    if has_batch:
+        return values.transpose(0, 1)
+    return values

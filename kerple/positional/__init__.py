@@ -19,8 +19,6 @@ from kerple.positional.base import (
     PositionsExceeded,
     ScoreModifier,
     TableJacobian,
-    outermost,
-    project,
 )
 from kerple.positional.cope import Cope
 from kerple.positional.dape import (
@@ -50,6 +48,7 @@ from kerple.positional.kerple import (
     KerpleSum,
     KerpleWeight,
 )
+from kerple.positional.modules import outermost, project
 from kerple.positional.registry import (
     PluginError,
     build,

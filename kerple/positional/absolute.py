@@ -45,16 +45,17 @@ class Learned(PositionalMethod):
 
     def embed(self, hidden: Tensor, positions: Tensor) -> Tensor:
         """Raises PositionsExceeded for a position beyond the table."""
-        last = int(positions.max()) if positions.numel() else -1
+        last = -1
+        if positions.numel():
+            last = int(positions.max())
         if last >= len(self.weight):
             raise PositionsExceeded(
                 f"learned positions end at {len(self.weight) - 1} (max-position-embeddings "
                 f"{len(self.weight)}), but position {last} is needed; shorten the sequence, or use "
                 "a relative method such as kerple_log"
             )
-        return hidden + F.embedding(positions_on(positions, self.weight.device), self.weight).to(
-            hidden.dtype
-        )
+        vectors = F.embedding(positions_on(positions, self.weight.device), self.weight)  # [s, e]
+        return hidden + vectors.to(hidden.dtype)
 
 
 @register("none")

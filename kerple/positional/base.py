@@ -5,6 +5,7 @@ size, c and l queries and keys of a chunk, n distances, p parameters per head.
 """
 
 import inspect
+import sys
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
@@ -13,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from kerple.positional.functional import check_not_sharded
 
 
 @dataclass(frozen=True)
@@ -60,14 +63,8 @@ class PositionsExceeded(ValueError):
 HOOKS = ("embed", "rotate", "bias", "weight", "modify_scores", "scale_qk", "decay")
 # Properties of earlier versions, which nothing asks for.
 REPLACED = (
-    "embeds",
-    "rotates",
-    "has_bias",
-    "has_weight",
-    "modifies_scores",
-    "scales_qk",
-    "has_decay",
-    "has_positions",
+    *("embeds", "rotates", "modifies_scores", "scales_qk"),
+    *("has_bias", "has_weight", "has_decay", "has_positions"),
 )
 
 
@@ -104,14 +101,15 @@ class PositionalMethod(nn.Module):
 
     A method implements the hooks it needs:
 
-        embed(hidden, positions)                                 add to the token embeddings
-        rotate(query, key, query_positions, key_positions)       transform queries and keys
-        bias(distance)                                           added to the scaled scores
-        weight(distance)                                         multiplies the scaled scores, as
-        `bias` modify_scores(chunk)                                     compute the final scores,
-        for all heads at once scale_qk(query, key, query_positions, key_positions)     scale rotated
-        queries and keys, segment by segment decay(hidden)
-        added to the scores: its sums between key and query
+        embed(hidden, positions)    add to the token embeddings
+        rotate(query, key, query_positions, key_positions)
+                                    transform queries and keys
+        bias(distance)              added to the scaled scores
+        weight(distance)            multiplies the scaled scores, as `bias`
+        modify_scores(chunk)        compute the final scores, for all heads at once
+        scale_qk(query, key, query_positions, key_positions)
+                                    scale rotated queries and keys, segment by segment
+        decay(hidden)               added to the scores: its sums between key and query
 
     Attention computes softmax(weight * q.k / sqrt(d) + bias) over the visible keys, or
     softmax(modify_scores(q.k / sqrt(d), ...)). A method with `modify_scores` has no bias, weight,
@@ -187,28 +185,40 @@ class PositionalMethod(nn.Module):
                     f"{cls.__name__}: {name} is not used; change the set `hooks` in the "
                     "constructor instead"
                 )
-        modify_scores = vars(cls).get("modify_scores")
-        if (
-            inspect.isfunction(modify_scores)
-            and len(inspect.signature(modify_scores).parameters) != 2
-        ):
+        function = vars(cls).get("modify_scores")
+        if inspect.isfunction(function) and len(inspect.signature(function).parameters) != 2:
             raise TypeError(
                 f"{cls.__name__}: modify_scores has one argument, a Chunk with scores, query, "
                 "query_positions, key_positions, mask and table"
             )
-        own = {name: getattr(cls, name, None) for name in HOOKS}
-        callables = [name for name, hook in own.items() if callable(hook)]
-        cls.hooks = frozenset(
-            name for name in callables if own[name] is not getattr(PositionalMethod, name, None)
-        )
+
+        # The hooks that the class or one of its bases defines.
+        hooks = set()
+        for name in HOOKS:
+            hook = getattr(cls, name, None)
+            if callable(hook) and hook is not getattr(PositionalMethod, name, None):
+                hooks.add(name)
+        cls.hooks = frozenset(hooks)
+
         # A class that overrides a table does not inherit the jacobian, which is that of another
         # function.
         for name, jacobian in (("bias", "bias_jacobian"), ("weight", "weight_jacobian")):
-            definer = next(
-                base for base in cls.__mro__ if name in vars(base) or jacobian in vars(base)
-            )
-            if jacobian not in vars(definer):
-                setattr(cls, jacobian, getattr(PositionalMethod, jacobian))
+            for base in cls.__mro__:
+                if jacobian in vars(base):
+                    break
+                if name in vars(base):
+                    setattr(cls, jacobian, getattr(PositionalMethod, jacobian))
+                    break
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """As in nn.Module. Raises ValueError for FSDP2's `fully_shard`, which asks each module for
+        its own parameters, if it has sharded them before.
+        """
+        if not recurse:
+            check_not_sharded(self, caller=sys._getframe(1).f_globals["__name__"])
+        return super().named_parameters(prefix, recurse, remove_duplicate)
 
     def embed(self, hidden: Tensor, positions: Tensor) -> Tensor:
         """Add position embeddings to hidden `[b, s, e]`; positions `[s]`."""
@@ -273,8 +283,8 @@ class PositionalMethod(nn.Module):
 
     def begin_step(self, step: int, seed: int = 0, length: int | None = None) -> None:
         """Called before each training step, with the run's seed and the length of its sequences in
-        tokens. Random numbers that a method draws during training must depend only on these, so
-        that all processes and a resumed run draw the same numbers.
+        tokens. Random numbers that a method draws in training must depend only on these, so that
+        all processes and a resumed run draw the same.
         """
 
     def begin_text(self, length: int | None) -> None:
@@ -327,15 +337,12 @@ class PositionalMethod(nn.Module):
     @classmethod
     def default_options(cls) -> dict[str, Any]:
         """Option -> default value, for the options that have one."""
-        arguments = cls._arguments()
-        for size in fields(ModelShape):
-            arguments.pop(size.name, None)
-        defaults = {name: argument.default for name, argument in arguments.items()}
-        return {
-            name: default
-            for name, default in defaults.items()
-            if default is not inspect.Parameter.empty
-        }
+        sizes = [field.name for field in fields(ModelShape)]
+        options = {}
+        for name, argument in cls._arguments().items():
+            if name not in sizes and argument.default is not inspect.Parameter.empty:
+                options[name] = argument.default
+        return options
 
     @classmethod
     def trained_options(cls, **options: Any) -> dict[str, Any]:
@@ -364,9 +371,14 @@ class PositionalMethod(nn.Module):
         sizes = {field.name for field in fields(ModelShape)}
         known = sorted(arguments - sizes)
         for name in options:
-            if name not in known:
-                hint = f"its options are {', '.join(known)}" if known else "it has no options"
-                raise ValueError(f"{cls.__name__} has no option {name!r}; {hint}")
+            if name in known:
+                continue
+            hint = "it has no options"
+            if known:
+                hint = f"its options are {', '.join(known)}"
+            raise ValueError(f"{cls.__name__} has no option {name!r}; {hint}")
+
+        # The sizes that the constructor has arguments for, and the first wrapper.
         options |= {name: getattr(shape, name) for name in sizes & arguments}
         for name, value in wrapping.items():
             if value is not None:
@@ -428,31 +440,6 @@ class ScoreModifier(PositionalMethod):
         """
 
 
-def outermost(module: nn.Module, name: str = "") -> Iterator[tuple[str, PositionalMethod]]:
-    """(name, method) for the positional methods in a module, except those that are part of another
-    method.
-    """
-    if isinstance(module, PositionalMethod):
-        yield name, module
-        return
-    for child_name, child in module.named_children():
-        yield from outermost(child, f"{name}.{child_name}" if name else child_name)
-
-
-@torch.no_grad()
-def project(module: nn.Module) -> None:
-    """Clamp the parameters of all positional methods in a module to their bounds, in place.
-
-    Call it after each optimizer step. The authors' code does the same at the start of each forward
-    pass. Without it, a parameter drifts beyond its bound, where it has no effect, and takes as many
-    steps to return.
-    """
-    for method in module.modules():
-        if isinstance(method, PositionalMethod):
-            for name, (low, high) in method.bounds().items():
-                method.get_parameter(name).clamp_(low, high)
-
-
 def bounded(parameter: Tensor, low: float, high: float | None = None) -> Tensor:
     """The parameter clamped to its bounds, float32, with a gradient as if there were no clamp.
 
@@ -476,7 +463,9 @@ def draw(
     """
     if parameter.is_meta:
         return
-    device = generator.device if generator is not None else "cpu"
+    device = torch.device("cpu")
+    if generator is not None:
+        device = generator.device
     values = torch.empty(parameter.shape, dtype=torch.float32, device=device)
     getattr(values, f"{kind}_")(first, second, generator=generator)
     parameter.copy_(values)

@@ -14,7 +14,8 @@ f(x) = W2 LeakyReLU(W1 x + b1) + b2 has `mlp_width` hidden units and its own wei
     dape_kerple (kerple_c)   B = -p log(1 + a δ)
     dape_alibi (alibi_c)     B = -s_h δ
     dape_fire (fire_c)       B = FIRE's bias, with LeakyReLU instead of ReLU, and `mlp_width` hidden
-    units too dape (nope_c)            no bias: A + f(A)
+                             units too
+    dape (nope_c)            no bias: A + f(A)
     dape_rotary (rope_dapev1)    the same, with rotary queries and keys
 
 In version 2, the two layers of f are convolutions along the keys. The option `kernel_size` k is
@@ -94,11 +95,11 @@ class Adaptive(ScoreModifier):
         self.num_heads = num_heads
         self.variant = variant
         self.static = static
-        inputs = 2 * num_heads if static is not None and variant != "Add_Residual" else num_heads
-        self.first, self.second = (
-            MLPLayer(inputs, mlp_width, *kernel),
-            MLPLayer(mlp_width, num_heads, *kernel),
-        )
+        inputs = num_heads
+        if static is not None and variant != "Add_Residual":
+            inputs = 2 * num_heads  # scores and biases
+        self.first = MLPLayer(inputs, mlp_width, *kernel)
+        self.second = MLPLayer(mlp_width, num_heads, *kernel)
         self.reset_parameters()
 
     @abstractmethod
@@ -116,35 +117,34 @@ class Adaptive(ScoreModifier):
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
         if self.static is not None:
             self.static.reset_parameters(generator)
-        for layer in (self.first, self.second):
-            layer.reset_parameters(generator)
+        self.first.reset_parameters(generator)
+        self.second.reset_parameters(generator)
 
     def table(self, distance: Tensor) -> Tensor | None:
         """The static bias over distance, `[h, n]`; None if there is none, or if it is not a
         function of distance.
         """
-        return (
-            self.static.bias(distance)
-            if self.static is not None and "bias" in self.static.hooks
-            else None
-        )
+        if self.static is None or "bias" not in self.static.hooks:
+            return None
+        return self.static.bias(distance)
 
     def mapped_table(self, distance: Tensor) -> Tensor | None:
-        return (
-            self.static.mapped_table(distance)
-            if isinstance(self.static, Fire)
-            else self.table(distance)
-        )
+        if isinstance(self.static, Fire):
+            return self.static.mapped_table(distance)
+        return self.table(distance)
 
     def modify_scores(self, chunk: Chunk) -> Tensor:
         check_heads(chunk.scores, self.num_heads, "DAPE")
-        bias, positions = None, (chunk.query_positions, chunk.key_positions)
+        positions = chunk.query_positions, chunk.key_positions
+        # Keys after the query have the same distances as keys before it, and are not hidden.
+        after, hidden_mask = chunk.table, chunk.mask
+        if chunk.causal:
+            after, hidden_mask = None, self.hidden_mask(chunk.mask, *positions)
+        bias = None
         if isinstance(self.static, Fire):
             bias = self.static.pair_bias(*positions, chunk.scores, chunk.table, chunk.causal)
         elif chunk.table is not None:
-            after = None if chunk.causal else chunk.table
-            bias = by_pair(chunk.table, *positions, after).to(chunk.scores.dtype)
-        hidden_mask = self.hidden_mask(chunk.mask, *positions) if chunk.causal else chunk.mask
+            bias = by_pair(chunk.table, *positions, after).to(chunk.scores.dtype)  # [h, c, l]
         return self.adapt(chunk.scores, bias, (chunk.mask, hidden_mask))
 
     def adapt(self, scores: Tensor, bias: Tensor | None, masks: tuple[Tensor, Tensor]) -> Tensor:
@@ -165,13 +165,14 @@ class Adaptive(ScoreModifier):
                 offset_2 = bias + offset_2
         # In place, because the hidden units are the largest tensors. In-place operations on a view
         # would copy them.
-        hidden = F.leaky_relu_(
-            self.apply_weight(weight_1, scores, masks[0]) + offset_1, NEGATIVE_SLOPE
-        )
+        hidden = self.apply_weight(weight_1, scores, masks[0]) + offset_1  # [b, w, c, l]
+        hidden = F.leaky_relu_(hidden, NEGATIVE_SLOPE)
         return (self.apply_weight(weight_2, hidden, masks[1]) + scores).add_(offset_2)
 
     def statistics(self) -> dict[str, Tensor]:
-        return {} if self.static is None else self.static.statistics()
+        if self.static is None:
+            return {}
+        return self.static.statistics()
 
 
 class DapePerPair(Adaptive):
@@ -180,13 +181,11 @@ class DapePerPair(Adaptive):
     per_pair = True
 
     def apply_weight(self, weight: Tensor, states: Tensor, mask: Tensor) -> Tensor:
-        # `@` would copy the states to merge the batch into one product.
-        batched = states.dim() == 4
-        products = (
-            torch.bmm(weight.expand(len(states), -1, -1), states.flatten(2))
-            if batched
-            else weight @ states.flatten(1)
-        )
+        if states.dim() == 4:
+            # `@` would copy the states to merge the batch into one product.
+            products = torch.bmm(weight.expand(len(states), -1, -1), states.flatten(2))
+        else:
+            products = weight @ states.flatten(1)
         return products.view(*products.shape[:-1], *states.shape[-2:])
 
 
@@ -278,9 +277,8 @@ class DapeConvolution(Adaptive):
         # Only masked keys before the query: with consecutive positions, those below a diagonal.
         if consecutive(query_positions) and consecutive(key_positions):
             return mask.tril(int(query_positions[0] - key_positions[0]) - 1)
-        query, key = (
-            positions_on(positions, mask.device) for positions in (query_positions, key_positions)
-        )
+        query = positions_on(query_positions, mask.device)
+        key = positions_on(key_positions, mask.device)
         return mask & (key < query[:, None])
 
 

@@ -1,8 +1,7 @@
 """Methods whose tokens decay the attention to all earlier tokens: forgetting attention and CABLE.
 
     forgetting   the forget gate of token k is sigmoid(w.x_k + b), per head and layer (FoX, arXiv
-    2503.02130); the decay
-                 f_k is its logarithm
+                 2503.02130); the decay f_k is its logarithm
     cable        the decay f_k is -softplus(w.x_k + b) (arXiv 2503.08067)
 
 x is the input of the layer's attention, after its norm. Since -softplus(z) = log sigmoid(-z), both
@@ -94,8 +93,17 @@ def decay_sums(decay: Tensor, previous: Tensor | None = None) -> Tensor:
         decay: `[b, h, t]`, of consecutive tokens.
         previous: `[b, h, 1]`, the prefix sum of the token before these; None if they are the first.
     """
-    sums = decay.to(torch.float32 if decay.device.type == "mps" else torch.float64).cumsum(dim=-1)
-    return sums if previous is None else previous + sums
+    sums = decay.to(sums_dtype(decay.device)).cumsum(dim=-1)
+    if previous is None:
+        return sums
+    return previous + sums
+
+
+def sums_dtype(device: torch.device) -> torch.dtype:
+    """The dtype of prefix sums."""
+    if device.type == "mps":
+        return torch.float32
+    return torch.float64
 
 
 def append_decay(
@@ -111,16 +119,17 @@ def append_decay(
         sums: `[b, h, t]`, see `decay_sums`.
         scale: factor of q.k.
     """
+    # The columns of the sums: those of each head's keys, and those of its queries.
     group, parts = query.shape[1] // key.shape[1], PARTS[key.dtype]
     sums = sums / (scale * FACTOR)
     by_kv_head = sums.unflatten(1, (-1, group)).transpose(2, 3)  # [b, g, t, group]
     key_columns = _split(-by_kv_head, key.dtype, parts).flatten(-2)
     # The softmax cancels the number of the query, so its gradient is zero.
     query_columns = _split(sums[..., -query.shape[2] :].detach(), query.dtype, parts)
-    own = (
-        torch.eye(group, dtype=query.dtype, device=query.device).repeat_interleave(parts, dim=1)
-        * FACTOR
-    )
+
+    # The constants that meet them. Of the heads that share a key, each meets its own columns.
+    own = torch.eye(group, dtype=query.dtype, device=query.device)
+    own = own.repeat_interleave(parts, dim=1) * FACTOR
     own = own.repeat(key.shape[1], 1)[None, :, None].expand(*query.shape[:3], -1)
     constant = key.new_full((1,), FACTOR).expand(*key.shape[:3], parts)
     return (
@@ -133,9 +142,7 @@ def append_decay(
 def appended_sums(key: Tensor, group: int, scale: float) -> Tensor:
     """The prefix sums `[b, h, t]` that keys `[b, g, t, d + extra]` from `append_decay` contain."""
     parts = PARTS[key.dtype]
-    columns = key[..., -parts * (group + 1) : -parts].to(
-        torch.float32 if key.device.type == "mps" else torch.float64
-    )
+    columns = key[..., -parts * (group + 1) : -parts].to(sums_dtype(key.device))
     by_kv_head = columns.unflatten(-1, (group, parts)).sum(dim=-1)  # [b, g, t, group]
     sums: Tensor = by_kv_head.transpose(2, 3).flatten(1, 2) * (-scale * FACTOR)
     return sums

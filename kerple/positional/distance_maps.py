@@ -4,12 +4,13 @@ rotation.
 A map changes the distances that a trained model sees at inference, without training. With distance
 δ = i - j >= 0 of a query at position i and a key at position j, in a text of N tokens:
 
-    Clip(W)        min(δ, W)                                  ReRoPE (Su,
-    https://kexue.fm/archives/9708) Leaky(W, k)    δ below W, then W + (δ - W) / k            Leaky
-    ReRoPE (same source) Group(G, W)    δ below W, then floor(δ/G) + W - floor(W/G)   Self-Extend
-    (arXiv 2401.01325, equations 3 and 4) Linear(L)      δ L / max(L, N)
-    position interpolation (arXiv 2306.15595, equation 4) Log(W)         δ up to W, then W (1 +
-    ln(δ/W))            continuous, with continuous derivative at W
+    Clip(W)        min(δ, W)                              ReRoPE (https://kexue.fm/archives/9708)
+    Leaky(W, k)    δ below W, then W + (δ - W) / k        Leaky ReRoPE (same source)
+    Group(G, W)    δ below W, then floor(δ/G) + W - floor(W/G)
+                                                          Self-Extend (arXiv 2401.01325, eq. 3, 4)
+    Linear(L)      δ L / max(L, N)                        position interpolation
+                                                          (arXiv 2306.15595, eq. 4)
+    Log(W)         δ up to W, then W (1 + ln(δ/W))        with continuous derivative at W
 
 A method that is a function of the distance is evaluated at the mapped distances. For a rotation, a
 map is two computations of the scores: with the true positions for distances below `near`, and with
@@ -95,9 +96,8 @@ class Leaky(DistanceMap):
     factor: float
 
     def __call__(self, distance: Tensor) -> Tensor:
-        return torch.where(
-            distance < self.window, distance, self.window + (distance - self.window) / self.factor
-        )
+        far = self.window + (distance - self.window) / self.factor
+        return torch.where(distance < self.window, distance, far)
 
     def far_positions(
         self, query_positions: Tensor, key_positions: Tensor
@@ -120,7 +120,7 @@ class Group(DistanceMap):
     def far_positions(
         self, query_positions: Tensor, key_positions: Tensor
     ) -> tuple[Tensor, Tensor]:
-        query, key = (positions // self.size for positions in (query_positions, key_positions))
+        query, key = query_positions // self.size, key_positions // self.size
         return (query + self.window - self.window // self.size).double(), key.double()
 
 
@@ -164,8 +164,5 @@ class Log(DistanceMap):
     window: int
 
     def __call__(self, distance: Tensor) -> Tensor:
-        return torch.where(
-            distance <= self.window,
-            distance,
-            self.window * (1 + (distance.clamp(min=self.window) / self.window).log()),
-        )
+        far = self.window * (1 + (distance.clamp(min=self.window) / self.window).log())
+        return torch.where(distance <= self.window, distance, far)

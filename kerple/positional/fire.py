@@ -50,8 +50,8 @@ class Fire(ScoreModifier):
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
         self.c.fill_(INITIAL_C)
         self.m.fill_(INITIAL_M)
-        for layer in (self.first, self.second):
-            layer.reset_parameters(generator)
+        self.first.reset_parameters(generator)
+        self.second.reset_parameters(generator)
 
     def mapped_table(self, distance: Tensor) -> Tensor:
         """The mapped distances themselves, `[n]`, because the bias also depends on the query's
@@ -71,8 +71,7 @@ class Fire(ScoreModifier):
         key after the query takes the query's place.
 
         mapped: a distance map's values for the distances 0 ... n-1, `[n]`. The query's position is
-            mapped like a
-        distance: it is the distance to the first token.
+            mapped like a distance: it is the distance to the first token.
         """
         query = positions_on(query_positions, like.device, like.dtype)
         key = positions_on(key_positions, like.device, like.dtype)
@@ -85,13 +84,15 @@ class Fire(ScoreModifier):
         else:
             mapped = mapped.to(like.dtype)
             distance, query = by_pair(mapped, query_positions, key_positions), mapped[query.long()]
-        later = query[:, None] if causal else torch.maximum(query[:, None], key)
+        later = query[:, None]
+        if not causal:
+            later = torch.maximum(later, key)
+
+        # The relative distance, and the MLP of all pairs.
         normalizer = (c.abs() * torch.maximum(later, m.abs() * self.threshold)).log1p() + EPSILON
-        relative = (c.abs() * distance).log1p() / normalizer
-        hidden = self.activation(
-            torch.addcmul(first_bias[:, None], first_weight, relative.flatten())
-        )
-        bias = second_weight @ hidden + second_bias[:, None]
+        relative = (c.abs() * distance).log1p() / normalizer  # [c, l]
+        hidden = torch.addcmul(first_bias[:, None], first_weight, relative.flatten())  # [w, c l]
+        bias = second_weight @ self.activation(hidden) + second_bias[:, None]  # [h, c l]
         return bias.view(-1, *relative.shape)
 
     def modify_scores(self, chunk: Chunk) -> Tensor:

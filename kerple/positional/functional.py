@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 
 def positions_on(
@@ -22,11 +22,9 @@ def positions_on(
     """
     if positions.device.type == "cpu" != device.type and len(positions):
         first = int(positions[0])
-        if torch.equal(
-            positions,
-            torch.arange(first, first + len(positions), dtype=positions.dtype, device="cpu"),
-        ):
-            return torch.arange(first, first + len(positions), dtype=dtype, device=device)
+        last = first + len(positions)
+        if torch.equal(positions, torch.arange(first, last, dtype=positions.dtype, device="cpu")):
+            return torch.arange(first, last, dtype=dtype, device=device)
         if device.type == "cuda":
             return positions.to(dtype).pin_memory().to(device, non_blocking=True)
     return positions.to(device, dtype)
@@ -127,10 +125,10 @@ class LatestResults:
 class Angles:
     """Cosines and sines of position * frequency, `[s, n/2]` float32 each, times `scale`.
 
-    The frequencies are base^(-2i/n), or the given ones. Angles are computed in float64: in float32
-    an angle near 65,536 is off by up to 0.004, and casting the model would make it worse. `dtype`
-    float32 is for comparisons with models that compute angles in float32. Raises ValueError unless
-    the base is above 1.
+    The frequencies are base^(-2i/n) by default. Angles are computed in float64: in float32 an angle
+    near 65,536 is off by up to 0.004, and casting the model would make it worse. `dtype` float32 is
+    for comparisons with models that compute angles in float32. Raises ValueError unless the base is
+    above 1.
     """
 
     def __init__(
@@ -138,7 +136,7 @@ class Angles:
         size: int,
         base: float,
         dtype: torch.dtype = torch.float64,
-        frequencies: Sequence[float] | None = None,
+        frequencies: Sequence[float] = (),
         scale: float = 1.0,
     ):
         self.size = size
@@ -146,8 +144,8 @@ class Angles:
         if not 1 < self.base < math.inf:
             raise ValueError(f"base {base}: the base of the wavelengths must be a number above 1")
         self.dtype = dtype
-        self.frequencies = None if frequencies is None else tuple(frequencies)
-        self._frequencies_on = DeviceConstant(frequencies or (), dtype)
+        self.frequencies = tuple(frequencies)
+        self._frequencies_on = DeviceConstant(frequencies, dtype)
         self.scale = scale
         self._cache = LatestResults()
         self._stretched: tuple[float, Angles] | None = None
@@ -156,17 +154,16 @@ class Angles:
         """The angles with the base of NTK-aware scaling. Given frequencies are divided like those
         of the base: that of index i by factor^(2i / (n - 2)).
         """
-        if (
-            self._stretched is None or self._stretched[0] != factor
-        ):  # kept, because all layers use the same angles
-            given = enumerate(self.frequencies or ())
-            frequencies = (
-                tuple(frequency * factor ** (-2 * i / (self.size - 2)) for i, frequency in given)
-                or None
-            )
-            base = ntk_base(self.base, factor, self.size)
-            self._stretched = factor, Angles(self.size, base, self.dtype, frequencies, self.scale)
-        return self._stretched[1]
+        # The latest result is kept, because all layers use the same angles.
+        if self._stretched is not None and self._stretched[0] == factor:
+            return self._stretched[1]
+        frequencies = []
+        for i, frequency in enumerate(self.frequencies):
+            frequencies.append(frequency * factor ** (-2 * i / (self.size - 2)))
+        base = ntk_base(self.base, factor, self.size)
+        stretched = Angles(self.size, base, self.dtype, frequencies, self.scale)
+        self._stretched = factor, stretched
+        return stretched
 
     def __call__(self, positions: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
         """(cosines, sines) on `device` for int64 or floating-point positions `[s]`."""
@@ -176,18 +173,14 @@ class Angles:
     def _compute(self, device: torch.device, positions: Tensor) -> tuple[Tensor, Tensor]:
         if device.type != "mps":  # MPS has no float64
             positions = positions_on(positions, device, positions.dtype)
-        if self.frequencies is None:
-            exponents = (
-                torch.arange(0, self.size, 2, dtype=self.dtype, device=positions.device) / self.size
-            )
-            values = 1.0 / self.base**exponents
-        else:
+        if self.frequencies:
             values = self._frequencies_on(positions.device)
-        angles = positions.to(self.dtype)[:, None] * values
-        cosines, sines = (
-            (part * self.scale).float().to(device) for part in (angles.cos(), angles.sin())
-        )
-        return cosines, sines
+        else:
+            even = torch.arange(0, self.size, 2, dtype=self.dtype, device=positions.device)
+            values = 1.0 / self.base ** (even / self.size)
+        angles = positions.to(self.dtype)[:, None] * values  # [s, n/2]
+        cosines, sines = angles.cos() * self.scale, angles.sin() * self.scale
+        return cosines.float().to(device), sines.float().to(device)
 
 
 def by_distance(
@@ -225,19 +218,15 @@ def by_pair(
     this gives gradients that are summed in a fixed order.
     """
     if not (consecutive(query_positions) and consecutive(key_positions)):
-        distance = (query_positions[:, None] - key_positions).to(table.device)
+        distance = (query_positions[:, None] - key_positions).to(table.device)  # [c, l]
         values = table[..., distance.clamp(min=0)]
-        return (
-            values
-            if after is None
-            else torch.where(distance < 0, after[..., (-distance).clamp(min=0)], values)
-        )
+        if after is None:
+            return values
+        return torch.where(distance < 0, after[..., (-distance).clamp(min=0)], values)
+
     # Row 0 of the views begins at the farthest pair, which belongs to the last query.
-    return (
-        by_distance(table, query_positions, key_positions, after)
-        .unfold(-1, len(key_positions), 1)
-        .flip(-2)
-    )
+    diagonals = by_distance(table, query_positions, key_positions, after)
+    return diagonals.unfold(-1, len(key_positions), 1).flip(-2)
 
 
 def consecutive(positions: Tensor) -> bool:
@@ -255,3 +244,18 @@ def check_heads(states: Tensor, num_heads: int, method: str) -> None:
             f"{states.shape[1]}; queries are [b, h, s, d]: if these are [b, s, h, d], pass "
             "query.transpose(1, 2), and the same for key and value"
         )
+
+
+def check_not_sharded(method: nn.Module, caller: str) -> None:
+    """Raises ValueError if FSDP2, the calling module, would shard the own parameters of a method a
+    second time. It would fail without naming the reason.
+    """
+    if not caller.startswith("torch.distributed.fsdp"):
+        return
+    for parameter in method._parameters.values():
+        if type(parameter).__name__ == "DTensor":
+            raise ValueError(
+                f"{type(method).__name__}: fully_shard has already sharded this method's "
+                "parameters with another layer. Layers that share a method cannot be wrapped one "
+                "by one: wrap only the root module, or give each layer a method of its own"
+            )

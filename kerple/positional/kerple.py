@@ -6,12 +6,12 @@ With distance δ = m - n >= 0 and scalars learned per head:
     kerple_log           bias -p log(1 + a δ)             a, p > 0                 logarithmic
     kerple_log3          bias -r1 log(1 + r2 δ^r3)        r1, r2 > 0, 0 < r3 <= 2  3-para-log
     kerple_power_ap_     bias -a δ^p                      a > 0, 0 < p <= 2        power
-    kerple_gaussian      bias r1 exp(-r2 δ^2)             r1, r2 > 0               2-para-bias
-    (appendix A.3) kerple_gaussian3     bias r1 exp(-r2 δ^r3)            r1, r2 > 0, 0 < r3 <= 2
-    3-para-bias (A.3) kerple_square__a     weight exp(-r1 δ^2)              r1 > 0
-    1-para-wht (A.3) kerple_power__ap     weight exp(-a δ^p)               a > 0, 0 < p <= 2
-    2-para-wht (A.3) kerple_power_ap_ap   power bias and 2-para-wht, each with its own parameters
-    bias+wht kerple_log_rotary    bias of kerple_log, on the scores of rotary queries and keys
+    kerple_gaussian      bias r1 exp(-r2 δ^2)             r1, r2 > 0               2-para-bias (A.3)
+    kerple_gaussian3     bias r1 exp(-r2 δ^r3)            r1, r2 > 0, 0 < r3 <= 2  3-para-bias (A.3)
+    kerple_square__a     weight exp(-r1 δ^2)              r1 > 0                   1-para-wht (A.3)
+    kerple_power__ap     weight exp(-a δ^p)               a > 0, 0 < p <= 2        2-para-wht (A.3)
+    kerple_power_ap_ap   power bias and 2-para-wht, each with its own parameters   bias+wht
+    kerple_log_rotary    bias of kerple_log, on the scores of rotary queries and keys
     kerple               bias and weight as expressions: any sum of the kernels in `kernels.py`
 
 The bias is added after dividing the scores by sqrt(d), as in the authors' code; equation 1 of the
@@ -24,8 +24,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from kerple.positional.base import Bias, TableJacobian, bounded, draw, project
+from kerple.positional.base import Bias, TableJacobian, bounded, draw
 from kerple.positional.kernels import KERNELS, MAX_EXPONENT, MIN_SCALAR, Scalar, Term, parse_sum
+from kerple.positional.modules import project
 from kerple.positional.registry import register
 from kerple.positional.rotary import Rotary, Rotation
 
@@ -55,50 +56,52 @@ class Kerple(Bias):
         if parameters not in SHARING:
             raise ValueError(f"parameters {parameters!r} must be one of {', '.join(SHARING)}")
         self.shared = parameters == "shared"
-        unused = {
-            name
-            for name, terms in (("bias", self.bias_terms), ("weight", self.weight_terms))
-            if not terms
-        }
-        self.hooks -= unused
+        if not self.bias_terms:
+            self.hooks -= {"bias"}
+        if not self.weight_terms:
+            self.hooks -= {"weight"}
         self.num_heads = num_heads
+
+        # The scalars of all terms, by the name of their parameter.
         self.scalars: dict[str, Scalar] = {}
         for prefix, term in (*self.bias_terms, *self.weight_terms):
             for name, scalar in KERNELS[term.kernel].scalars.items():
                 self.scalars[prefix + name] = scalar
-        if highest_exponent is not None and not any(
-            scalar.exponent for scalar in self.scalars.values()
-        ):
+        has_exponent = any(scalar.exponent for scalar in self.scalars.values())
+        if highest_exponent is not None and not has_exponent:
             raise ValueError(
                 f"highest_exponent {highest_exponent}: no kernel of this method has an exponent; "
                 "remove the option"
             )
-        if highest_exponent is not None and not MIN_SCALAR <= highest_exponent <= MAX_EXPONENT:
+        if highest_exponent is None:
+            highest_exponent = MAX_EXPONENT
+        if not MIN_SCALAR <= highest_exponent <= MAX_EXPONENT:
             raise ValueError(
                 f"highest_exponent {highest_exponent} is not in {MIN_SCALAR} ... {MAX_EXPONENT:g}; "
                 f"kernels with an exponent above {MAX_EXPONENT:g} are not conditionally positive "
                 "definite"
             )
-        self.highest_exponent = (
-            MAX_EXPONENT if highest_exponent is None else float(highest_exponent)
-        )
+        self.highest_exponent = float(highest_exponent)
         for name in self.scalars:
             self.register_parameter(name, nn.Parameter(torch.empty(num_heads, 1, 1)))
         self.reset_parameters()
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
         for name, scalar in self.scalars.items():
-            high = (
-                min(scalar.init_max, self.highest_exponent) if scalar.exponent else scalar.init_max
-            )
+            high = scalar.init_max
+            if scalar.exponent:
+                high = min(high, self.highest_exponent)
             draw(self.get_parameter(name), "uniform", 0.0, high, generator)
         project(self)
 
     def bounds(self) -> dict[str, tuple[float, float | None]]:
-        highest = {True: self.highest_exponent, False: None}
-        return {
-            name: (MIN_SCALAR, highest[scalar.exponent]) for name, scalar in self.scalars.items()
-        }
+        return {name: (MIN_SCALAR, self._highest(name)) for name in self.scalars}
+
+    def _highest(self, name: str) -> float | None:
+        """The upper bound of a scalar, if it has one."""
+        if self.scalars[name].exponent:
+            return self.highest_exponent
+        return None
 
     def bias(self, distance: Tensor) -> Tensor:
         """The sum of the bias terms; zero if there are none."""
@@ -116,7 +119,8 @@ class Kerple(Bias):
 
     def scalar(self, name: str) -> Tensor:
         """A parameter clamped to its bounds: float32 `[h]`."""
-        return bounded(self.get_parameter(name), *self.bounds()[name]).flatten()
+        parameter: Tensor = getattr(self, name)
+        return bounded(parameter, MIN_SCALAR, self._highest(name)).flatten()
 
     def statistics(self) -> dict[str, Tensor]:
         return {name: self.scalar(name).detach() for name in self.scalars}
@@ -126,16 +130,23 @@ class Kerple(Bias):
         values `[h]`.
         """
         distance = distance.float()
-        total: Tensor | None = None
+        values = []
         for prefix, (kernel_name, factor) in terms:
+            # The scalars are columns [h, 1, ...], so each head has a row of values.
             kernel = KERNELS[kernel_name]
-            scalars = (
-                scalar(prefix + name).reshape(-1, *[1] * distance.dim()) for name in kernel.scalars
-            )
-            value = kernel.value(distance, *scalars)
-            value = value if factor == 1.0 else factor * value
-            total = value if total is None else total + value
-        return distance.new_zeros(self.num_heads, *distance.shape) if total is None else total
+            columns = []
+            for name in kernel.scalars:
+                columns.append(scalar(prefix + name).reshape(-1, *[1] * distance.dim()))
+            value = kernel.value(distance, *columns)
+            if factor != 1.0:
+                value = factor * value
+            values.append(value)
+        if not values:
+            return distance.new_zeros(self.num_heads, *distance.shape)
+        total = values[0]
+        for value in values[1:]:
+            total = total + value
+        return total
 
     def _jacobian(
         self, terms: Terms, distance: Tensor, outer: Callable[[Tensor], Tensor]
@@ -144,7 +155,7 @@ class Kerple(Bias):
         names = [prefix + name for prefix, term in terms for name in KERNELS[term.kernel].scalars]
         if not names:
             return None
-        coefficients = torch.stack([self.scalar(name) for name in names], dim=1)
+        coefficients = torch.stack([self.scalar(name) for name in names], dim=1)  # [h, p]
 
         def table(values: Tensor) -> Tensor:
             columns = dict(zip(names, values.unbind(1), strict=True))
@@ -154,10 +165,10 @@ class Kerple(Bias):
         tangents = torch.eye(len(names), dtype=values.dtype, device=values.device)
         # A head's row of the table depends only on that head's scalars, so one tangent serves all
         # heads.
-        directions = [
-            torch.func.jvp(table, (values,), (tangent.expand_as(values),))[1]
-            for tangent in tangents
-        ]
+        directions = []
+        for tangent in tangents:
+            derivatives = torch.func.jvp(table, (values,), (tangent.expand_as(values),))
+            directions.append(derivatives[1])  # [h, n]
         return TableJacobian(coefficients, torch.stack(directions, dim=1))
 
 
@@ -243,10 +254,13 @@ class KerpleSum(Kerple):
 
 
 def _numbered(prefix: str, expression: str | None) -> Terms:
-    terms = () if expression is None else parse_sum(expression)
-    return tuple(
-        (f"{prefix}_{number}_{term.kernel}_", term) for number, term in enumerate(terms, start=1)
-    )
+    """The terms of an expression, with a prefix that contains their number."""
+    if expression is None:
+        return ()
+    terms = []
+    for number, term in enumerate(parse_sum(expression), start=1):
+        terms.append((f"{prefix}_{number}_{term.kernel}_", term))
+    return tuple(terms)
 
 
 @register("kerple_log_rotary")

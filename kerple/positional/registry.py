@@ -36,15 +36,13 @@ def register(*names: str) -> Callable[[Method], Method]:
     """
 
     def add(method: Method) -> Method:
+        own = f"{method.__module__}.{method.__qualname__}"
         for name in names:
-            owner = _METHODS.get(name)
-            if owner and (owner.__module__, owner.__qualname__) != (
-                method.__module__,
-                method.__qualname__,
-            ):
+            owner = _METHODS.get(name, method)
+            other = f"{owner.__module__}.{owner.__qualname__}"
+            if other != own:
                 raise ValueError(
-                    f"pos-emb {name!r} is already registered by "
-                    f"{owner.__module__}.{owner.__qualname__}; choose another name"
+                    f"pos-emb {name!r} is already registered by {other}; choose another name"
                 )
         _METHODS.update(dict.fromkeys(names, method))
         return method
@@ -59,7 +57,10 @@ def registered_names() -> tuple[str, ...]:
 
 def canonical_name(name: str) -> str:
     """The primary name of the method with this name; an unknown name is returned unchanged."""
-    return next((first for first, method in _METHODS.items() if method is _METHODS.get(name)), name)
+    for first, method in _METHODS.items():
+        if method is _METHODS.get(name):
+            return first
+    return name
 
 
 def primary_names() -> tuple[str, ...]:
@@ -88,16 +89,12 @@ def build_layers(name: str, shape: ModelShape, **options: Any) -> list[Positiona
     """The methods of all layers of a model, one for each; a single one if the layers share it.
     Raises as `build`.
     """
-    first = build(name, shape, **options)
-    if first.shared:
-        return [first]
-    return [
-        first,
-        *(
-            build(name, replace(shape, layer=layer), **options)
-            for layer in range(1, shape.num_layers)
-        ),
-    ]
+    methods = [build(name, shape, **options)]
+    if methods[0].shared:
+        return methods
+    for layer in range(1, shape.num_layers):
+        methods.append(build(name, replace(shape, layer=layer), **options))
+    return methods
 
 
 def place_in_plugin(error: BaseException) -> str | None:
@@ -126,9 +123,8 @@ def load_plugin(path_or_module: str | Path) -> None:
         path = Path(text).resolve()
         if not path.is_file():
             raise PluginError(f"{text}: no such file")
-        name = (
-            f"positional_plugin_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:12]}"
-        )
+        digest = hashlib.sha256(str(path).encode()).hexdigest()
+        name = f"positional_plugin_{path.stem}_{digest[:12]}"
         if name in sys.modules:
             return
         spec = importlib.util.spec_from_file_location(name, path)
@@ -145,12 +141,10 @@ def load_plugin(path_or_module: str | Path) -> None:
                 del _METHODS[registered]
             if not isinstance(error, Exception):
                 raise
-            lines = [
-                frame.lineno
-                for frame in traceback.extract_tb(error.__traceback__)
-                if frame.filename == str(path)
-            ]
-            place = f"{text}, line {lines[-1]}" if lines else text
+            place = text
+            for frame in traceback.extract_tb(error.__traceback__):
+                if frame.filename == str(path):
+                    place = f"{text}, line {frame.lineno}"
             raise PluginError(f"{place}: {type(error).__name__}: {error}") from error
     else:
         name = text

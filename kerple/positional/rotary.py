@@ -5,16 +5,14 @@ The option `scaling` changes the frequencies, or the positions:
 
     linear   position interpolation (arXiv 2306.15595): all frequencies divided by `factor`
     ntk      NTK-aware: base * factor^(r / (r - 2)); the highest frequency stays, the lowest is
-    divided by `factor` yarn     (arXiv 2309.00071): high frequencies stay; those with less than one
-    turn in the trained length are divided
-             by `factor`; those in between are interpolated linearly. The scores are scaled up with
-             log(factor)
+             divided by `factor`
+    yarn     (arXiv 2309.00071): high frequencies stay; those with less than one turn in the trained
+             length are divided by `factor`; those in between are interpolated linearly. The scores
+             are scaled up with log(factor)
     llama3   Llama 3.1's (transformers, modeling_rope_utils.py): as yarn, but the mixture is linear
-    in the number of
-             turns in the trained length, and the scores are not scaled
+             in the number of turns in the trained length, and the scores are not scaled
     dynamic  ntk whose factor grows with the text: 1 up to the trained length T, then factor *
-    length / T - (factor - 1)
-             (transformers, modeling_rope_utils.py)
+             length / T - (factor - 1) (transformers, modeling_rope_utils.py)
 
 With dynamic scaling, all angles change with the length of the text, so keys of a shorter text
 cannot be cached.
@@ -23,7 +21,7 @@ The variants:
 
     p_rope   rotary without its lowest frequencies (arXiv 2410.06205)
     xpos     rotary whose products decay with the distance, per pair of dimensions (LEX, arXiv
-    2212.10554)
+             2212.10554)
 
 p-RoPE: of the d/2 frequencies base^(-2i/d), only the first, int(p d/2), rotate their pairs of
 dimensions. The products of the other pairs do not depend on the distance: p = 1 is rotary, p = 0 no
@@ -193,7 +191,8 @@ class Rotary(Rotation):
                 "high_freq_factor": high_freq_factor,
             },
         )
-        trained_length = max_positions if trained_length is None else trained_length
+        if trained_length is None:
+            trained_length = max_positions
         length = trained_length or 0
         if scaling is not None and "trained_length" in SCALINGS[scaling] and length < 1:
             raise ValueError(
@@ -210,25 +209,21 @@ class Rotary(Rotation):
         scaled: tuple[float, ...] | None = None
         scale = 1.0
         self.dynamic: tuple[float, int] | None = None  # factor and trained length
-        if factor is not None and scaling == "linear":
-            scaled = tuple(
-                frequency / factor for frequency in default_frequencies(self.rotated, base)
-            )
-        elif factor is not None and scaling == "ntk":
+        factor = factor or 1.0
+        if scaling == "linear":
+            plain = default_frequencies(self.rotated, base)
+            scaled = tuple(frequency / factor for frequency in plain)
+        elif scaling == "ntk":
             scaled = default_frequencies(self.rotated, ntk_base(base, factor, self.rotated))
-        elif factor is not None and scaling == "yarn":
-            fast, slow = (
-                32.0 if beta_fast is None else beta_fast,
-                1.0 if beta_slow is None else beta_slow,
-            )
+        elif scaling == "yarn":
+            fast, slow = _default(beta_fast, 32.0), _default(beta_slow, 1.0)
             scaled = yarn_frequencies(self.rotated, base, factor, length, fast, slow)
             # Multiplies cosines and sines of both queries and keys.
-            scale = 0.1 * math.log(factor) + 1.0 if attention_factor is None else attention_factor
-        elif factor is not None and scaling == "llama3":
-            low = 1.0 if low_freq_factor is None else low_freq_factor
-            high = 4.0 if high_freq_factor is None else high_freq_factor
+            scale = _default(attention_factor, 0.1 * math.log(factor) + 1.0)
+        elif scaling == "llama3":
+            low, high = _default(low_freq_factor, 1.0), _default(high_freq_factor, 4.0)
             scaled = llama3_frequencies(self.rotated, base, factor, length, low, high)
-        elif factor is not None and scaling == "dynamic":
+        elif scaling == "dynamic":
             self.dynamic = factor, length
 
         # What inference modes and attention read.
@@ -238,15 +233,15 @@ class Rotary(Rotation):
             self.angles = Angles(self.rotated, base, frequencies=scaled, scale=scale)
 
     def stretched(self, factor: float) -> PositionalMethod | None:
-        return None if self.interpolated else super().stretched(factor)
+        if self.interpolated:
+            return None
+        return super().stretched(factor)
 
     def angles_at(self, positions: Tensor) -> Angles:
-        if self.dynamic is None:
+        if self.dynamic is None or not len(positions):
             return self.angles
-        (factor, trained_length), length = (
-            self.dynamic,
-            int(positions[-1]) + 1 if len(positions) else 0,
-        )
+        factor, trained_length = self.dynamic
+        length = int(positions[-1]) + 1
         if length <= trained_length:
             return self.angles
         if positions[0] > 0:
@@ -262,9 +257,11 @@ def _check_options(scaling: str | None, options: Mapping[str, int | float | None
     """Raise ValueError for an unknown scaling, options of another scaling, and invalid values. None
     means not set.
     """
-    if scaling is not None and scaling not in SCALINGS:
-        raise ValueError(f"scaling {scaling!r} is unknown; choose one of {', '.join(SCALINGS)}")
-    valid = () if scaling is None else SCALINGS[scaling]
+    valid: tuple[str, ...] = ()
+    if scaling is not None:
+        if scaling not in SCALINGS:
+            raise ValueError(f"scaling {scaling!r} is unknown; choose one of {', '.join(SCALINGS)}")
+        valid = SCALINGS[scaling]
     for name, value in options.items():
         if value is None:
             continue
@@ -274,9 +271,10 @@ def _check_options(scaling: str | None, options: Mapping[str, int | float | None
                 f"{name} {value} has no effect with scaling {scaling!r}; it is an option of "
                 f"{scalings}"
             )
-        types, description = (
-            (int, "an integer") if name in INTEGER_OPTIONS else ((int, float), "a number")
-        )
+        types: tuple[type, ...] = (int, float)
+        description = "a number"
+        if name in INTEGER_OPTIONS:
+            types, description = (int,), "an integer"
         if not isinstance(value, types) or isinstance(value, bool) or value < 0:
             raise ValueError(f"{name} {value!r} must be {description} >= 0")
     factor = options["factor"]
@@ -285,6 +283,13 @@ def _check_options(scaling: str | None, options: Mapping[str, int | float | None
             f"scaling {scaling} needs factor, the ratio of the new length to the trained one, at "
             f"least 1; got {factor}"
         )
+
+
+def _default(value: float | None, default: float) -> float:
+    """An option, or its default."""
+    if value is None:
+        return default
+    return value
 
 
 def yarn_frequencies(
@@ -303,8 +308,9 @@ def yarn_frequencies(
     def index(turns: float) -> float:
         return size * math.log(trained_length / (turns * 2 * math.pi)) / (2 * math.log(base))
 
-    first, last = max(math.floor(index(beta_fast)), 0), min(math.ceil(index(beta_slow)), size - 1)
-    width = last - first if last != first else 0.001
+    first = max(math.floor(index(beta_fast)), 0)
+    last = min(math.ceil(index(beta_slow)), size - 1)
+    width = (last - first) or 0.001
     mixed = []
     for i, frequency in enumerate(default_frequencies(size, base)):
         interpolated = min(max((i - first) / width, 0.0), 1.0)

@@ -31,10 +31,8 @@ class StickBreaking(ScoreModifier):
 
     def modify_scores(self, chunk: Chunk) -> Tensor:
         scores = chunk.scores
-        query, key = (
-            positions_on(part, scores.device)
-            for part in (chunk.query_positions, chunk.key_positions)
-        )
+        query = positions_on(chunk.query_positions, scores.device)
+        key = positions_on(chunk.key_positions, scores.device)
         own = key == query[:, None]
         # log(1 - sigmoid(z)) = log sigmoid(-z) of the keys that take a share; the sums from a key
         # to the query.

@@ -55,7 +55,9 @@ class T5(Bias):
     ):
         super().__init__()
         self.signed = bidirectional
-        self.buckets_before = num_buckets // 2 if bidirectional else num_buckets
+        self.buckets_before = num_buckets
+        if bidirectional:
+            self.buckets_before = num_buckets // 2
         valid = 2 <= self.buckets_before <= 1024 and self.buckets_before // 2 < max_distance < 2**31
         if not valid or (bidirectional and num_buckets % 2):
             raise ValueError(
@@ -76,17 +78,14 @@ class T5(Bias):
 
     def buckets(self, distance: Tensor) -> Tensor:
         """The bucket of each distance, int64 of the same shape."""
-        buckets = torch.bucketize(
-            distance.long().abs(), self._later_starts_on(distance.device), right=True
-        )
-        return (
-            torch.where(distance < 0, buckets + self.buckets_before, buckets)
-            if self.signed
-            else buckets
-        )
+        starts = self._later_starts_on(distance.device)
+        buckets = torch.bucketize(distance.long().abs(), starts, right=True)
+        if not self.signed:
+            return buckets
+        return torch.where(distance < 0, buckets + self.buckets_before, buckets)
 
     def bias(self, distance: Tensor) -> Tensor:
-        values = F.embedding(self.buckets(distance), self.weight.float())
+        values = F.embedding(self.buckets(distance), self.weight.float())  # [..., h]
         return self.scale * values.movedim(-1, 0)
 
     def bias_jacobian(self, distance: Tensor) -> TableJacobian:

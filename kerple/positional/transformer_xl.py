@@ -75,26 +75,23 @@ class TransformerXL(ScoreModifier):
 
     def modify_scores(self, chunk: Chunk) -> Tensor:
         assert chunk.table is not None  # `table` above never returns None
-        scores, query_positions, key_positions = (
-            chunk.scores,
-            chunk.query_positions,
-            chunk.key_positions,
-        )
-        table, after = (chunk.table, None) if chunk.causal else chunk.table.unbind()
-        query = chunk.query.to(scores.dtype) + (self.position_bias - self.content_bias).to(
-            scores.dtype
-        )
-        if consecutive(query_positions) and consecutive(key_positions):
-            products = query @ by_distance(table, query_positions, key_positions, after).to(
-                scores.dtype
-            )
-            return scores + self.scale * _relative_shift(products, len(key_positions))
+        scores, queries, keys = chunk.scores, chunk.query_positions, chunk.key_positions
+        table, after = chunk.table, None
+        if not chunk.causal:
+            table, after = table.unbind()
+        # `rotate` has added u to the query, which becomes q + v.
+        difference = self.position_bias - self.content_bias
+        query = chunk.query.to(scores.dtype) + difference.to(scores.dtype)  # [b, h, c, d]
+        if consecutive(queries) and consecutive(keys):
+            vectors = by_distance(table, queries, keys, after)  # [h, d, c + l - 1]
+            products = query @ vectors.to(scores.dtype)
+            return scores + self.scale * _relative_shift(products, len(keys))
+
         # Random positions (`wrappers.py`): the products with the vectors of all distances.
-        distance = (query_positions[:, None] - key_positions).clamp(min=0)
+        distance = (queries[:, None] - keys).clamp(min=0)
         products = query @ table[..., : int(distance.max()) + 1].to(scores.dtype)
-        return scores + self.scale * products.gather(
-            -1, distance.to(scores.device).expand_as(scores)
-        )
+        index = distance.to(scores.device).expand_as(scores)
+        return scores + self.scale * products.gather(-1, index)
 
 
 def _relative_shift(products: Tensor, keys: int) -> Tensor:

@@ -7,7 +7,8 @@ builds a subclass of the method whose hooks get sampled positions:
 
     random_range    the number of positions to sample from
     random_length   the number of positions in the sample for texts of unknown length; default:
-    max_positions random_seed     of the samples outside training; default: 0
+                    max_positions
+    random_seed     of the samples outside training; default: 0
 
 Each training step has a new sample of as many positions as its sequences have tokens, which all
 layers, sequences, processes and recomputed activations share. Evaluation uses one sample for each
@@ -38,12 +39,12 @@ import torch
 from torch import Tensor
 
 from kerple.positional.base import (
-    HOOKS,
     WRAPPERS,
     Chunk,
     ModelShape,
     PositionalMethod,
     PositionsExceeded,
+    TableJacobian,
 )
 from kerple.positional.functional import by_pair
 from kerple.positional.registry import build, method_class, register
@@ -87,9 +88,12 @@ class RandomPositions:
         """The sample for texts of `length` tokens (default: `self.length`) at positions `[s]`.
         Raises PositionsExceeded for a position beyond the sample.
         """
-        length = self.length if length is None else length
+        if length is None:
+            length = self.length
         self.check(length)
-        last = int(positions.max()) if positions.numel() else -1
+        last = -1
+        if positions.numel():
+            last = int(positions.max())
         if last >= length:
             raise PositionsExceeded(
                 f"position {last} is beyond random_length {length}, the number of positions drawn "
@@ -101,14 +105,11 @@ class RandomPositions:
 
 @functools.lru_cache(maxsize=4)
 def _sample(high: int, count: int, seed: int) -> Tensor:
+    """`count` of the positions below `high`, in ascending order, int64 on the CPU."""
     with torch.inference_mode(False):
-        return (
-            torch.randperm(high, generator=torch.Generator().manual_seed(seed), device="cpu")[
-                :count
-            ]
-            .sort()
-            .values
-        )
+        generator = torch.Generator().manual_seed(seed)
+        positions = torch.randperm(high, generator=generator, device="cpu")[:count]
+        return positions.sort().values
 
 
 class Randomized(PositionalMethod):
@@ -148,7 +149,9 @@ class Randomized(PositionalMethod):
 
     def begin_step(self, step: int, seed: int = 0, length: int | None = None) -> None:
         super().begin_step(step, seed, length)
-        self.step = step, seed, self.random.length if length is None else length
+        if length is None:
+            length = self.random.length
+        self.step = step, seed, length
 
     def begin_text(self, length: int | None) -> None:
         super().begin_text(length)
@@ -195,7 +198,9 @@ class Randomized(PositionalMethod):
         if "modify_scores" in self.plain.hooks:
             return super().table(distances)
         values = [getattr(self, name)(distances) for name in self.table_hooks]
-        return torch.stack(values) if values else None
+        if not values:
+            return None
+        return torch.stack(values)
 
     def mapped_table(self, distance: Tensor) -> Tensor | None:
         """None: distances of sampled positions are not mapped."""
@@ -204,24 +209,29 @@ class Randomized(PositionalMethod):
     def modify_scores(self, chunk: Chunk) -> Tensor:
         # `lookahead` adds masked keys after the last query, for which there may be no position:
         # they count on.
-        last = int((chunk.query_positions if chunk.causal else chunk.key_positions)[-1])
+        last = int(chunk.key_positions[-1])
+        if chunk.causal:
+            last = int(chunk.query_positions[-1])
         beyond = (chunk.key_positions - last).clamp(min=0)
-        key_positions = self.sampled(chunk.key_positions.clamp(max=last)) + beyond
-        chunk = replace(
-            chunk, query_positions=self.sampled(chunk.query_positions), key_positions=key_positions
-        )
+        keys = self.sampled(chunk.key_positions.clamp(max=last)) + beyond
+        queries = self.sampled(chunk.query_positions)
         if "modify_scores" in self.plain.hooks:
-            return super().modify_scores(chunk)
-        assert chunk.table is not None
-        after = None if chunk.causal else chunk.table
-        scores, tables = (
-            chunk.scores,
-            by_pair(chunk.table, chunk.query_positions, chunk.key_positions, after),
-        )
-        values = dict(zip(self.table_hooks, tables.to(scores.dtype), strict=True))
+            return super().modify_scores(
+                replace(chunk, query_positions=queries, key_positions=keys)
+            )
+
+        # Bias and weight of each pair, from the table of all distances.
+        table, scores, after = chunk.table, chunk.scores, None
+        assert table is not None
+        if not chunk.causal:
+            after = table
+        tables = by_pair(table, queries, keys, after).to(scores.dtype)  # [1 or 2, h, c, l]
+        values = dict(zip(self.table_hooks, tables, strict=True))
         if "weight" in values:
             scores = scores * values["weight"]
-        return scores + values["bias"] if "bias" in values else scores
+        if "bias" in values:
+            scores = scores + values["bias"]
+        return scores
 
 
 # One class for each plain one.
@@ -229,20 +239,22 @@ _CLASSES: dict[type[PositionalMethod], type[Randomized]] = {}
 
 
 def randomized(plain: type[PositionalMethod]) -> type[Randomized]:
-    """The subclass of a method's class with random positions. Its parameters have the
-    same names.
+    """The subclass of a method's class with random positions. Its parameters have the same names:
+    the method is no part of another module.
     """
-    if plain not in _CLASSES:
+    if plain in _CLASSES:
+        return _CLASSES[plain]
+
+    class RandomizedMethod(Randomized, plain):  # type: ignore[misc, valid-type]
         per_pair = plain.per_pair or "modify_scores" not in plain.hooks
-        attributes = {
-            "plain": plain,
-            "per_pair": per_pair,
-            "shift_invariant": False,
-            "__module__": plain.__module__,
-        }
-        _CLASSES[plain] = type(f"Randomized{plain.__name__}", (Randomized, plain), attributes)
-        _CLASSES[plain].hooks = plain.hooks
-    return _CLASSES[plain]
+        shift_invariant = False
+
+    method: type[Randomized] = RandomizedMethod
+    method.plain, method.hooks = plain, plain.hooks
+    method.__name__ = method.__qualname__ = f"Randomized{plain.__name__}"
+    method.__module__ = plain.__module__
+    _CLASSES[plain] = method
+    return method
 
 
 def _without_state(plain: type[PositionalMethod]) -> Randomized:
@@ -260,9 +272,8 @@ def build_randomized(
     method has no positions to randomize, or if they depend on the length of the text.
     """
     for name, value in options.items():
-        if value is not None and (
-            not isinstance(value, int) or isinstance(value, bool) or value < 0
-        ):
+        valid = isinstance(value, int) and not isinstance(value, bool) and value >= 0
+        if value is not None and not valid:
             raise ValueError(f"{name} {value!r} must be an integer >= 0")
     if options.get("random_range") is None:
         raise ValueError(
@@ -295,10 +306,10 @@ def build_randomized(
     method.causal_only = method.causal_only or method.signed or "scale_qk" in method.hooks
     method.turns = False  # by positions that may be fractional
     length = options.get("random_length")
-    length = shape.max_positions if length is None else length
-    method.random = RandomPositions(
-        options["random_range"], length, options.get("random_seed") or 0
-    )
+    if length is None:
+        length = shape.max_positions
+    seed = options.get("random_seed") or 0
+    method.random = RandomPositions(options["random_range"], length, seed)
     return method
 
 
@@ -338,7 +349,71 @@ class PerLayer(PositionalMethod):
                 )
         name, options = entries[layer % len(entries)]
         shape = ModelShape(num_heads, head_size, hidden_size, num_layers, max_positions, layer)
-        self.method = build(name, shape, **options)
+        method = self.method = build(name, shape, **options)
+
+        # What the method is, for attention and inference modes.
+        self.hooks, self.causal_only, self.signed = method.hooks, method.causal_only, method.signed
+        self.per_pair, self.shift_invariant = method.per_pair, method.shift_invariant
+        self.lookahead, self.length_dependent = method.lookahead, method.length_dependent
+        self.turns, self.interpolated = method.turns, method.interpolated
+        self.score_scale = method.score_scale
+
+    # Its hooks, and what else it computes.
+
+    def rotate(
+        self, query: Tensor, key: Tensor, query_positions: Tensor, key_positions: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        return self.method.rotate(query, key, query_positions, key_positions)
+
+    def scale_qk(
+        self, query: Tensor, key: Tensor, query_positions: Tensor, key_positions: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        return self.method.scale_qk(query, key, query_positions, key_positions)
+
+    @property
+    def segment(self) -> int:
+        return self.method.segment
+
+    def bias(self, distance: Tensor) -> Tensor:
+        return self.method.bias(distance)
+
+    def weight(self, distance: Tensor) -> Tensor:
+        return self.method.weight(distance)
+
+    def bias_jacobian(self, distance: Tensor) -> TableJacobian | None:
+        return self.method.bias_jacobian(distance)
+
+    def weight_jacobian(self, distance: Tensor) -> TableJacobian | None:
+        return self.method.weight_jacobian(distance)
+
+    def decay(self, hidden: Tensor) -> Tensor:
+        return self.method.decay(hidden)
+
+    def table(self, distance: Tensor) -> Tensor | None:
+        return self.method.table(distance)
+
+    def mapped_table(self, distance: Tensor) -> Tensor | None:
+        return self.method.mapped_table(distance)
+
+    def modify_scores(self, chunk: Chunk) -> Tensor:
+        return self.method.modify_scores(chunk)
+
+    def stretched(self, factor: float) -> PositionalMethod | None:
+        return self.method.stretched(factor)
+
+    def begin_step(self, step: int, seed: int = 0, length: int | None = None) -> None:
+        self.method.begin_step(step, seed, length)
+
+    def begin_text(self, length: int | None) -> None:
+        self.method.begin_text(length)
+
+    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
+        self.method.reset_parameters(generator)
+
+    def statistics(self) -> dict[str, Tensor]:
+        return self.method.statistics()
+
+    # How it is built.
 
     @classmethod
     def from_shape(cls, shape: ModelShape, **options: Any) -> PositionalMethod:
@@ -360,59 +435,28 @@ class PerLayer(PositionalMethod):
         """The list as {name: trained options of this method}. Raises ValueError for an invalid
         list.
         """
-        entries = cls.entries(methods)
-        return {
-            "methods": [
-                {name: method_class(name).trained_options(**values)} for name, values in entries
-            ]
-        }
+        trained = []
+        for name, values in cls.entries(methods):
+            trained.append({name: method_class(name).trained_options(**values)})
+        return {"methods": trained}
 
     @staticmethod
     def entries(methods: Any) -> list[tuple[str, Mapping[str, Any]]]:
         """(name, options) for each entry of the option `methods`. Raises ValueError if it is not a
         list of names and {name: options}.
         """
+        if not isinstance(methods, list | tuple) or not methods:
+            raise ValueError(
+                f"methods {methods!r} must be a list of methods, such as [rotary, none]"
+            )
         entries: list[tuple[str, Mapping[str, Any]]] = []
-        for entry in methods if isinstance(methods, list | tuple) else []:
-            pairs = list(entry.items()) if isinstance(entry, Mapping) else [(entry, None)]
-            name, options = pairs[0] if len(pairs) == 1 else (None, None)
+        for entry in methods:
+            name, options = entry, None
+            if isinstance(entry, Mapping) and len(entry) == 1:
+                ((name, options),) = entry.items()
             if not isinstance(name, str) or not isinstance(options, Mapping | None):
                 raise ValueError(
                     f"methods: {entry!r} is neither the name of a method nor {{name: options}}"
                 )
             entries.append((name, options or {}))
-        if not entries:
-            raise ValueError(
-                f"methods {methods!r} must be a list of methods, such as [rotary, none]"
-            )
         return entries
-
-
-def _of_the_layer(name: str) -> Any:
-    return property(lambda self: getattr(self.method, name))
-
-
-for _name in (
-    *(
-        *HOOKS,
-        "hooks",
-        "segment",
-        "stretched",
-        "table",
-        "mapped_table",
-        "bias_jacobian",
-        "weight_jacobian",
-    ),
-    *(
-        "per_pair",
-        "shift_invariant",
-        "lookahead",
-        "signed",
-        "causal_only",
-        "turns",
-        "length_dependent",
-    ),
-    *("interpolated", "score_scale"),
-    *("begin_step", "begin_text", "reset_parameters", "statistics"),
-):
-    setattr(PerLayer, _name, _of_the_layer(_name))

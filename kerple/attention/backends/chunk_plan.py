@@ -69,11 +69,9 @@ class ChunkPlan:
         batch, heads, s, _ = call.query.shape
         t, max_kv_len = call.kv_len, call.max_kv_len
         rows = min(s, max(MIN_ROWS, min(s // 2, MAX_ROWS)))
-        budget = (
-            CPU_BYTES_PER_THREAD * torch.get_num_threads()
-            if call.query.device.type == "cpu"
-            else DEVICE_BYTES
-        )
+        budget = DEVICE_BYTES
+        if call.query.device.type == "cpu":
+            budget = CPU_BYTES_PER_THREAD * torch.get_num_threads()
         head_bytes = rows * min(t, max_kv_len + rows - 1) * call.compute_dtype.itemsize
         # Copying keys and values into one tensor costs less than many small operations that each
         # synchronize threads.
@@ -81,13 +79,12 @@ class ChunkPlan:
         if merges_samples:
             group_size = heads * min(batch, budget // (heads * head_bytes))
         else:
-            shared = call.queries_per_kv
-            sizes = [
-                n
-                for n in range(1, heads + 1)
-                if heads % n == 0 and (n % shared == 0 or shared % n == 0)
-            ]
-            group_size = max(size for size in sizes if size * head_bytes <= budget or size == 1)
+            # The largest group within the budget; a single head may exceed it.
+            shared, group_size = call.queries_per_kv, 1
+            for size in range(2, heads + 1):
+                divides = heads % size == 0 and (size % shared == 0 or shared % size == 0)
+                if divides and size * head_bytes <= budget:
+                    group_size = size
         return cls(batch, heads, call.kv_heads, s, t, max_kv_len, rows, merges_samples, group_size)
 
     def split(self, states: Tensor) -> list[Tensor]:
@@ -96,7 +93,10 @@ class ChunkPlan:
         """
         if self.merges_samples:
             return list(states.flatten(0, 1).split(self.group_size))
-        return [part for sample in states.unbind(0) for part in sample.split(self.group_size)]
+        parts: list[Tensor] = []
+        for sample in states.unbind(0):
+            parts.extend(sample.split(self.group_size))
+        return parts
 
     def split_kv(self, states: Tensor) -> list[Tensor]:
         """`[b, g, t, d]` -> `[m, t, d]` per group, like `split`. Groups that share a key/value head
@@ -106,12 +106,11 @@ class ChunkPlan:
         size, repeats = max(1, self.group_size // shared), max(1, shared // self.group_size)
         if self.merges_samples:
             return list(states.flatten(0, 1).split(size))
-        return [
-            part
-            for sample in states.unbind(0)
-            for part in sample.split(size)
-            for _ in range(repeats)
-        ]
+        parts: list[Tensor] = []
+        for sample in states.unbind(0):
+            for part in sample.split(size):
+                parts.extend([part] * repeats)
+        return parts
 
     def empty_context(self, like: Tensor, head_size: int) -> Tensor:
         """Uninitialized `[b, h, s, d]` for the result; if possible `[b, s, h, d]` in memory, as a
@@ -161,7 +160,7 @@ class ToeplitzTable:
         self.margin = plan.rows - 1
         self.width = self.max_kv_len + 2 * self.margin
         # Heads of the table in a group: all of them if the group merges samples.
-        self.group_heads = 1 if heads == 1 else min(plan.group_size, heads)
+        self.group_heads = min(plan.group_size, heads)
         self.entries = like.new_full((heads, self.width), fill)
 
     @property
@@ -187,10 +186,11 @@ class ToeplitzTable:
         pairs, a read-only view `[h, c, l]`. The chunk's queries are in reverse order.
         """
         _, rows, keys = scores.shape
-        head = first_head if len(self.entries) > 1 else 0
         shape, strides = (self.group_heads, rows, keys), (self.width, 1, 1)
-        values = self.entries.as_strided(shape, strides, head * self.width + self._offset(keys))
-        return scores.view(-1, *shape), values
+        first = self._offset(keys)
+        if len(self.entries) > 1:
+            first += first_head * self.width
+        return scores.view(-1, *shape), self.entries.as_strided(shape, strides, first)
 
     def add_gradient(self, first_head: int, gradient: Tensor) -> None:
         """Add the gradient of a chunk's pairs, contiguous `[n, c, l]` and zero for masked pairs, by
@@ -202,9 +202,9 @@ class ToeplitzTable:
         exception is the first column, where only the pair (0, 0) counts.
         """
         _, rows, keys = gradient.shape
-        sums = gradient.as_strided(
-            gradient.shape, (rows * keys, keys - 1, 1), gradient.storage_offset()
-        ).sum(dim=1)
+        shorter_rows = (rows * keys, keys - 1, 1)
+        diagonals = gradient.as_strided(gradient.shape, shorter_rows, gradient.storage_offset())
+        sums = diagonals.sum(dim=1)  # [n, l]
         sums[:, 0] = gradient[:, 0, 0]
         offset = self._offset(keys)
         entries = self.entries[first_head : first_head + self.group_heads, offset : offset + keys]
@@ -217,16 +217,21 @@ class ToeplitzTable:
 
 def modify_budget(device: torch.device) -> int:
     """Bytes of scores per chunk, for methods with `modify_scores`."""
-    if device.type == "cuda":
-        memory = torch.cuda.get_device_properties(device).total_memory
-        return min(MODIFY_DEVICE_BYTES, memory // MODIFY_DEVICE_SHARE)
-    return MODIFY_CPU_BYTES if device.type == "cpu" else MODIFY_DEVICE_BYTES
+    if device.type == "cpu":
+        return MODIFY_CPU_BYTES
+    if device.type != "cuda":
+        return MODIFY_DEVICE_BYTES
+    memory = torch.cuda.get_device_properties(device).total_memory
+    return min(MODIFY_DEVICE_BYTES, memory // MODIFY_DEVICE_SHARE)
 
 
 def modify_rows(query: Tensor, kv_len: int) -> int:
     """Queries per chunk of `[b, h, s, d]`, so that their scores for `kv_len` keys fit into
     `modify_budget`: at least MODIFY_MIN_ROWS, and on a CPU at most MODIFY_MAX_ROWS.
     """
-    row_bytes = max(1, 4 * query.shape[0] * query.shape[1] * kv_len)  # 0 for an empty batch
+    batch, heads, _, _ = query.shape
+    row_bytes = max(1, 4 * batch * heads * kv_len)  # 0 for an empty batch
     rows = max(MODIFY_MIN_ROWS, modify_budget(query.device) // row_bytes)
-    return min(rows, MODIFY_MAX_ROWS) if query.device.type == "cpu" else rows
+    if query.device.type == "cpu":
+        return min(rows, MODIFY_MAX_ROWS)
+    return rows

@@ -24,18 +24,13 @@ from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 from kerple.attention.backend import Backend, without_autocast
-from kerple.attention.backends.chunk_plan import Chunk, ChunkPlan, ToeplitzTable, modify_rows
+from kerple.attention.backends.chunk_plan import ChunkPlan, ToeplitzTable, modify_rows
+from kerple.attention.backends.chunk_scores import ChunkScores, by_kv_head
 from kerple.attention.backends.reference import attend_to_chunk, softmax_or_zero
 from kerple.attention.call import AttentionCall
+from kerple.attention.parts import joined
 from kerple.attention.span import Span
 from kerple.attention.tables import PositionTables
-
-# Scores this far below the maximum of their row (probabilities below e^-40), and weights below this
-# fraction of the head's largest weight, are treated as masked. They are below float32's precision,
-# but products and gradients turn them into denormal numbers, with which a CPU multiplies thirty
-# times slower.
-MIN_SCORE = -40.0
-MIN_WEIGHT = 1e-10
 
 
 def chunked_attention(call: AttentionCall) -> Tensor:
@@ -60,30 +55,23 @@ def _attend_in_chunks(call: AttentionCall) -> Tensor:
     rows = modify_rows(call.query, call.kv_len)
     if call.query.device.type != "cpu":
         rows = -(-call.q_len // -(-call.q_len // rows))  # chunks of equal size
+    # With dropout, the state of the random number generators is restored, so both passes drop the
+    # same probabilities.
+    recompute = partial(checkpoint, use_reentrant=False, preserve_rng_state=call.dropout_p > 0)
     contexts = []
     for first in range(0, call.q_len, rows):
-        last = min(first + rows, call.q_len)
-        keys = call.keys(slice(call.offset + first, call.offset + last))
-        chunk = partial(
-            attend_to_chunk, call=call, first_query=call.offset + first, first_key=keys.start
-        )
-        states = (
+        last, position = min(first + rows, call.q_len), call.offset + first
+        keys = call.keys(slice(position, call.offset + last))
+        attend = partial(attend_to_chunk, call=call, first_query=position, first_key=keys.start)
+        if torch.is_grad_enabled():
+            attend = partial(recompute, attend)
+        query, key, value = (
             call.query[:, :, first:last],
             call.key[:, :, keys],
             call.value[:, :, keys],
-            call.tables.scores,
         )
-        if torch.is_grad_enabled():
-            # The state of the random number generators is restored, so both passes drop the same
-            # probabilities.
-            contexts.append(
-                checkpoint(
-                    chunk, *states, use_reentrant=False, preserve_rng_state=call.dropout_p > 0
-                )
-            )
-        else:
-            contexts.append(chunk(*states))
-    return torch.cat(contexts, dim=2) if len(contexts) > 1 else contexts[0]
+        contexts.append(attend(query, key, value, call.tables.scores))
+    return joined(contexts)
 
 
 def _attend_to_single_query(call: AttentionCall) -> Tensor:
@@ -94,7 +82,7 @@ def _attend_to_single_query(call: AttentionCall) -> Tensor:
     key, value = call.key[:, :, -max_kv_len:], call.value[:, :, -max_kv_len:]
     # The queries of all heads that share a key/value head are the rows of one matrix.
     group = (call.kv_heads, call.queries_per_kv)
-    query = call.query.squeeze(2).unflatten(1, group)
+    query = call.query.squeeze(2).unflatten(1, group)  # [b, g, h/g, d]
     bias, weight = call.tables.bias, call.tables.weight
     if bias is not None:
         bias = bias[:, :max_kv_len].flip(-1).unflatten(0, group)
@@ -103,11 +91,14 @@ def _attend_to_single_query(call: AttentionCall) -> Tensor:
     if weight is None and query.device.type == "cpu" and (query.dtype != dtype or bias is None):
         # PyTorch's CPU kernel reads a half-precision cache without converting it, and takes a
         # float32 mask with it.
-        mask = None if bias is None else bias.to(dtype)
+        if bias is not None:
+            bias = bias.to(dtype)
         context: Tensor = F.scaled_dot_product_attention(
-            query, key, value, attn_mask=mask, scale=call.scale
+            query, key, value, attn_mask=bias, scale=call.scale
         )
         return context.reshape(call.context_shape)
+
+    # Elsewhere, the row of scores `[b, g, h/g, t]`.
     scores = query.to(dtype) @ key.to(dtype).transpose(-1, -2) * call.scale
     if weight is not None:
         scores = scores * weight
@@ -119,92 +110,6 @@ def _attend_to_single_query(call: AttentionCall) -> Tensor:
     return context.to(query.dtype).reshape(call.context_shape)
 
 
-def _by_kv_head(states: Tensor, key: Tensor) -> Tensor:
-    """`[n, c, ...]` -> `[m, n/m c, ...]`: the rows of all heads that share a key/value head of
-    `[m, l, d]` are the rows of one matrix.
-    """
-    return states.view(len(key), -1, states.shape[-1])
-
-
-class _ChunkScores:
-    """Computes the probabilities of a chunk, in both passes. The chunk's queries are in reverse
-    order, as its tables require (see `ToeplitzTable`).
-    """
-
-    def __init__(self, plan: ChunkPlan, call: AttentionCall, like: Tensor):
-        self.scale = call.scale
-        bias, weight = call.tables.bias, call.tables.weight
-        # On a CPU, float32 numbers that are almost zero are treated as zero; see MIN_SCORE.
-        avoids_denormals = like.device.type == "cpu" and like.dtype == torch.float32
-        if weight is not None and avoids_denormals:
-            size = weight.abs()
-            weight = weight.masked_fill(size < MIN_WEIGHT * size.amax(dim=1, keepdim=True), 0.0)
-        # Heads whose biases alone cause such probabilities.
-        self.steep_heads: list[bool] = []
-        if bias is not None and avoids_denormals:
-            visible = bias[:, : plan.max_kv_len]
-            self.steep_heads = (visible.amin(dim=1) - visible.amax(dim=1) < MIN_SCORE).tolist()
-        # A query sees at least itself, at distance 0. Elsewhere than on a CPU, asking would wait
-        # for the device.
-        self.may_be_empty = bias is not None
-        if bias is not None and like.device.type == "cpu":
-            self.may_be_empty = bool((bias[:, 0] == float("-inf")).any())
-        self.bias = ToeplitzTable(
-            plan, 1 if bias is None else plan.heads, float("-inf"), like
-        ).load(bias)
-        self.weight = (
-            None if weight is None else ToeplitzTable(plan, plan.heads, 0.0, like).load(weight)
-        )
-        # Without a bias the table is only a mask. Without a window, it masks only pairs of a
-        # chunk's last `rows` keys.
-        self.only_causal = bias is None and plan.max_kv_len == plan.kv_len
-        reverse = torch.arange(plan.rows - 1, -1, -1, device=like.device)
-        self.reverse_order = {chunk.rows: reverse[-chunk.rows :] for chunk in plan.chunks}
-
-    def reversed_rows(self, states: Tensor, chunk: Chunk) -> Tensor:
-        """A chunk's rows of `[n, s, d]`, last query first: `[n, c, d]`."""
-        return states.narrow(1, chunk.first_query, chunk.rows).index_select(
-            1, self.reverse_order[chunk.rows]
-        )
-
-    def write_reversed(self, states: Tensor, chunk: Chunk, rows: Tensor) -> None:
-        """Write a chunk's rows, last query first, to `[n, s, d]`."""
-        rows = rows.index_select(1, self.reverse_order[chunk.rows])
-        states.narrow(1, chunk.first_query, chunk.rows).copy_(rows)
-
-    def products(self, query: Tensor, key: Tensor, out: Tensor) -> Tensor:
-        """scale * q.k of `[n, c, d]` and `[m, l, d]`, in `out` `[n, c, l]`."""
-        rows = _by_kv_head(out, key)
-        torch.baddbmm(
-            rows, _by_kv_head(query, key), key.transpose(1, 2), beta=0, alpha=self.scale, out=rows
-        )
-        return out
-
-    def probabilities(self, first_head: int, products: Tensor, out: Tensor) -> Tensor:
-        """softmax(weight * products + bias), in `out`; `out` is `products` itself if there is no
-        weight.
-        """
-        self.multiply_weight(first_head, products, out)
-        scores, bias = self.bias.align(first_head, out)
-        if self.only_causal:
-            rows = out.shape[1]
-            scores, bias = scores[..., -rows:], bias[..., -rows:]
-        scores.add_(bias)
-        if self.may_be_empty:
-            is_empty = out.amax(dim=-1, keepdim=True) == float("-inf")
-            torch.softmax(out.masked_fill_(is_empty, 0.0), dim=-1, out=out)
-            return out.masked_fill_(is_empty, 0.0)
-        if any(self.steep_heads[first_head : first_head + self.bias.group_heads]):
-            torch.threshold_(out.sub_(out.amax(dim=-1, keepdim=True)), MIN_SCORE, float("-inf"))
-        return torch.softmax(out, dim=-1, out=out)
-
-    def multiply_weight(self, first_head: int, scores: Tensor, out: Tensor) -> None:
-        """weight * scores, in `out`, both `[n, c, l]`. Does nothing if there is no weight."""
-        if self.weight is not None:
-            scores, weight = self.weight.align(first_head, scores)
-            torch.mul(scores, weight, out=out.view_as(scores))
-
-
 class _SeededDropout:
     """Dropout of probabilities that is repeated in the backward pass, chunk by chunk in the same
     order.
@@ -214,13 +119,17 @@ class _SeededDropout:
         self.keep = 1.0 - probability
         self.generator = torch.Generator(device).manual_seed(seed)
 
+    @classmethod
+    def of(cls, call: AttentionCall, seed: int) -> "_SeededDropout | None":
+        """That of a call; None without dropout."""
+        if not call.dropout_p:
+            return None
+        return cls(call.dropout_p, seed, call.query.device)
+
     def factors(self, probabilities: Tensor) -> Tensor:
         """0, or 1 / (1 - p)."""
-        return (
-            torch.empty_like(probabilities)
-            .bernoulli_(self.keep, generator=self.generator)
-            .div_(self.keep)
-        )
+        kept = torch.empty_like(probabilities).bernoulli_(self.keep, generator=self.generator)
+        return kept.div_(self.keep)
 
 
 class _Workspace:
@@ -264,7 +173,9 @@ class _ChunkedAttention(torch.autograd.Function):
 
 def _draw_seed(call: AttentionCall) -> int:
     """The seed of the call's dropout; 0 without dropout."""
-    return int(torch.randint(2**62, (), device="cpu")) if call.dropout_p else 0
+    if not call.dropout_p:
+        return 0
+    return int(torch.randint(2**62, (), device="cpu"))
 
 
 def _restored_call(
@@ -290,10 +201,10 @@ def _restored_call(
 def _chunked_forward(call: AttentionCall, plan: ChunkPlan, seed: int) -> Tensor:
     """The context `[b, h, s, v]`."""
     query, key, value = call.query, call.key, call.value
-    dropout = _SeededDropout(call.dropout_p, seed, query.device) if call.dropout_p else None
+    dropout = _SeededDropout.of(call, seed)
     like = query.new_empty(0, dtype=call.compute_dtype)
     context = plan.empty_context(like, value.shape[3])
-    scores = _ChunkScores(plan, call, like)
+    scores = ChunkScores(plan, call, like)
     workspace = _Workspace(plan.group_size * plan.rows * plan.max_chunk_keys, like)
 
     # Rows in groups of heads that share a key and value.
@@ -305,15 +216,14 @@ def _chunked_forward(call: AttentionCall, plan: ChunkPlan, seed: int) -> Tensor:
         plan.first_heads(), *groups, *kv_groups, strict=True
     ):
         for chunk in plan.chunks:
-            matrix = workspace(len(queries), chunk.rows, chunk.keys)
-            chunk_key, chunk_value = (
-                states.narrow(1, chunk.first_key, chunk.keys) for states in (keys, values)
-            )
+            matrix = workspace(len(queries), chunk.rows, chunk.keys)  # [n, c, l]
+            chunk_key = keys.narrow(1, chunk.first_key, chunk.keys)  # [m, l, d]
+            chunk_value = values.narrow(1, chunk.first_key, chunk.keys)  # [m, l, v]
             scores.products(scores.reversed_rows(queries, chunk), chunk_key, out=matrix)
             scores.probabilities(head, matrix, out=matrix)
             if dropout is not None:
                 matrix.mul_(dropout.factors(matrix))
-            rows = torch.bmm(_by_kv_head(matrix, chunk_value), chunk_value)
+            rows = torch.bmm(by_kv_head(matrix, chunk_value), chunk_value)
             scores.write_reversed(contexts, chunk, rows.view(len(queries), chunk.rows, -1))
     return context.to(query.dtype)
 
@@ -329,8 +239,8 @@ def _chunked_backward(
     """The gradients of query, key, value, bias table and weight table."""
     dtype, head_size = call.compute_dtype, call.query.shape[3]
     like = call.query.new_empty(0, dtype=dtype)
-    dropout = _SeededDropout(call.dropout_p, seed, like.device) if call.dropout_p else None
-    scores = _ChunkScores(plan, call, like)
+    dropout = _SeededDropout.of(call, seed)
+    scores = ChunkScores(plan, call, like)
     grads = [like.new_empty(states.shape) for states in (call.query, call.key, call.value)]
 
     # The first chunk of a group writes the gradients of all keys, unless a window excludes some of
@@ -341,19 +251,17 @@ def _chunked_backward(
             grad.zero_()
 
     # Memory that all chunks use.
-    grad_bias = ToeplitzTable(plan, plan.heads, 0.0, like) if needs_grad_bias else None
-    grad_weight = ToeplitzTable(plan, plan.heads, 0.0, like) if needs_grad_weight else None
-    scores_size = plan.group_size * plan.rows * plan.max_chunk_keys
-    products_workspace, grad_workspace = (
-        _Workspace(scores_size, like),
-        _Workspace(scores_size, like),
-    )
-    weighted_workspace = (
-        products_workspace if scores.weight is None else _Workspace(scores_size, like)
-    )
-    states_workspace = _Workspace(
-        plan.group_size * plan.max_chunk_keys * max(head_size, call.value.shape[3]), like
-    )
+    grad_bias = grad_weight = None
+    if needs_grad_bias:
+        grad_bias = ToeplitzTable(plan, plan.heads, 0.0, like)
+    if needs_grad_weight:
+        grad_weight = ToeplitzTable(plan, plan.heads, 0.0, like)
+    keys_size = plan.group_size * plan.max_chunk_keys
+    products_workspace = weighted_workspace = _Workspace(keys_size * plan.rows, like)
+    grad_workspace = _Workspace(keys_size * plan.rows, like)
+    if scores.weight is not None:
+        weighted_workspace = _Workspace(keys_size * plan.rows, like)
+    states_workspace = _Workspace(keys_size * max(head_size, call.value.shape[3]), like)
     groups = [plan.split(states.to(dtype)) for states in (call.query, grad_context, grads[0])]
     kv_groups = [plan.split_kv(states.to(dtype)) for states in (call.key, call.value, *grads[1:])]
 
@@ -372,10 +280,8 @@ def _chunked_backward(
 
             # Value, and the gradient of the probabilities.
             grad = grad_workspace(*shape)
-            grad_rows, chunk_grad_context = (
-                _by_kv_head(grad, keys),
-                _by_kv_head(chunk_grad_context, keys),
-            )
+            grad_rows = by_kv_head(grad, keys)
+            chunk_grad_context = by_kv_head(chunk_grad_context, keys)
             torch.bmm(chunk_grad_context, chunk_value.transpose(1, 2), out=grad_rows)
             dropped = probabilities
             if dropout is not None:
@@ -383,7 +289,7 @@ def _chunked_backward(
                 grad.mul_(factors)
                 dropped = factors.mul_(probabilities)
             overwrite = first_chunk_writes and index == 0 and head % call.queries_per_kv == 0
-            dropped = _by_kv_head(dropped, keys)
+            dropped = by_kv_head(dropped, keys)
             _add_product(
                 chunk_grad_value, dropped, chunk_grad_context, 1.0, overwrite, states_workspace
             )
@@ -399,7 +305,7 @@ def _chunked_backward(
             scores.multiply_weight(head, grad, out=grad)
 
             # Query and key.
-            chunk_query = _by_kv_head(chunk_query, keys)
+            chunk_query = by_kv_head(chunk_query, keys)
             rows = states_workspace(*chunk_query.shape)
             torch.baddbmm(rows, grad_rows, chunk_key, beta=0, alpha=call.scale, out=rows)
             scores.write_reversed(grad_queries, chunk, rows.view(*shape[:2], head_size))
@@ -408,12 +314,10 @@ def _chunked_backward(
             )
 
     grad_tables: list[Tensor | None] = [None, None]
-    if grad_bias is not None and call.tables.bias is not None:
-        grad_tables[0] = grad_bias.to_table(call.tables.bias.shape[1]).to(call.tables.bias.dtype)
-    if grad_weight is not None and call.tables.weight is not None:
-        grad_tables[1] = grad_weight.to_table(call.tables.weight.shape[1]).to(
-            call.tables.weight.dtype
-        )
+    tables = (call.tables.bias, grad_bias), (call.tables.weight, grad_weight)
+    for index, (table, grad_table) in enumerate(tables):
+        if table is not None and grad_table is not None:
+            grad_tables[index] = grad_table.to_table(table.shape[1]).to(table.dtype)
     return *(grad.to(call.query.dtype) for grad in grads), *grad_tables
 
 
@@ -430,7 +334,7 @@ def _add_product(
     """
     left = left.transpose(1, 2)
     if overwrite or target.is_contiguous():
-        torch.baddbmm(target, left, right, beta=0 if overwrite else 1, alpha=scale, out=target)
+        torch.baddbmm(target, left, right, beta=int(not overwrite), alpha=scale, out=target)
     else:
         # PyTorch is slower if the output is a part of each head's keys.
         target.add_(torch.bmm(left, right, out=workspace(*target.shape)), alpha=scale)
@@ -499,24 +403,13 @@ _backward_operator = torch.library.custom_op(
 
 
 @_backward_operator.register_fake
-def _(
-    grad_context: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    bias_table: Tensor | None,
-    weight_table: Tensor | None,
-    seed: Tensor,
-    scale: float,
-    window: int | None,
-    dropout_p: float,
-    needs_bias: bool,
-    needs_weight: bool,
-) -> list[Tensor]:
-    grads = [tensor.new_empty(tensor.shape) for tensor in (query, key, value)]
-    if needs_bias and bias_table is not None:
+def _(grad_context: Tensor, *arguments: Any) -> list[Tensor]:
+    *states, bias_table, weight_table = arguments[:5]
+    needs_bias, needs_weight = arguments[-2:]
+    grads = [tensor.new_empty(tensor.shape) for tensor in states]
+    if needs_bias:
         grads.append(bias_table.new_empty(bias_table.shape))
-    if needs_weight and weight_table is not None:
+    if needs_weight:
         grads.append(weight_table.new_empty(weight_table.shape))
     return grads
 
@@ -531,10 +424,12 @@ def _gradients(ctx: Any, grad_context: Tensor, grad_seed: None) -> tuple[Tensor 
     grads = _backward_operator(
         grad_context, *ctx.saved_tensors, *ctx.constants, needs_bias, needs_weight
     )
-    states, tables = grads[:3], grads[3:]
-    grad_bias = tables.pop(0) if needs_bias else None
-    grad_weight = tables.pop(0) if needs_weight else None
-    return *states, grad_bias, grad_weight, None, None, None
+    grad_tables: list[Tensor | None] = [None, None]
+    if needs_bias:
+        grad_tables[0] = grads[3]
+    if needs_weight:
+        grad_tables[1] = grads[-1]
+    return *grads[:3], *grad_tables, None, None, None
 
 
 _operator.register_autograd(_gradients, setup_context=_save_for_backward)

@@ -81,14 +81,15 @@ def score_mod(
             f"score_mod{hint}"
         )
     s, t = query.shape[-2], key.shape[-2]
-    first = t - s if offset is None else offset
+    first = t - s
+    if offset is not None:
+        first = offset
     if not 0 <= first <= t - s:
         raise ValueError(
             f"score_mod: {s} queries from position {first} do not fit into {t} keys; check offset"
         )
-    modify = table_score_mod(
-        *tables(method, t, key.device), lambda batch, query, key: query + first - key
-    )
+    bias, weight = tables(method, t, key.device)
+    modify = table_score_mod(bias, weight, lambda batch, query, key: query + first - key)
 
     def causal(score: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         known = (query + first < t) & (key < t)
@@ -106,14 +107,19 @@ def table_score_mod(
     Keys beyond the tables, which a mask excludes, get the values of the last distance.
     """
     last = min(table.shape[-1] for table in (bias, weight) if table is not None) - 1
+    nearest = -last
+    if causal:
+        nearest = 0
 
     def value(table: Tensor, head: Tensor, distance: Tensor) -> Tensor:
-        half = () if table.dim() == 2 else ((distance < 0).long(),)
-        index = (*half, head, distance if causal else distance.abs())
-        return table[index]
+        if causal:
+            return table[head, distance]
+        if table.dim() == 2:
+            return table[head, distance.abs()]
+        return table[(distance < 0).long(), head, distance.abs()]
 
     def modify(score: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        distance = distance_of(batch, query, key).clamp(min=0 if causal else -last, max=last)
+        distance = distance_of(batch, query, key).clamp(min=nearest, max=last)
         if weight is not None:
             score = score * value(weight, head, distance)
         if bias is not None:
@@ -128,31 +134,33 @@ def flex_attention(call: AttentionCall) -> Tensor:
 
     Raises RuntimeError if more than MAX_KERNELS kernels would have to be compiled.
     """
+    # Which pairs are visible, and their distances.
+    span, device = call.span, call.query.device
     if call.documents is not None:
         mask, distance_of = _document_mask(call, call.documents)
     else:
-        mask = _block_mask(
-            call.q_len, call.kv_len, call.span.window, call.query.device, call.span.causal
-        )
+        mask = _block_mask(call.q_len, call.kv_len, span.window, device, span.causal)
         distance_of = lambda batch, query, key: query + call.offset - key  # noqa: E731
+
+    # What happens to their scores.
     modify = None
     if call.has_tables:
-        modify = table_score_mod(
-            call.tables.bias, call.tables.weight, distance_of, call.span.causal
-        )
+        modify = table_score_mod(call.tables.bias, call.tables.weight, distance_of, span.causal)
     if call.key_mask is not None:
         modify = _masked_score_mod(modify, call.key_mask)
-    compiled = (
-        call.query.device.type == "cuda" and call.q_len > 1 and not torch.compiler.is_compiling()
+
+    run = _flex_module().flex_attention
+    if device.type == "cuda" and call.q_len > 1 and not torch.compiler.is_compiling():
+        run = _run_compiled
+    context: Tensor = run(
+        call.query,
+        call.key,
+        call.value,
+        score_mod=modify,
+        block_mask=mask,
+        scale=call.scale,
+        enable_gqa=call.queries_per_kv > 1,
     )
-    run = _run_compiled if compiled else _flex_module().flex_attention
-    options = {
-        "score_mod": modify,
-        "block_mask": mask,
-        "scale": call.scale,
-        "enable_gqa": call.queries_per_kv > 1,
-    }
-    context: Tensor = run(call.query, call.key, call.value, **options)
     return context
 
 
@@ -160,7 +168,8 @@ def _masked_score_mod(modify: ScoreMod | None, key_mask: Tensor) -> ScoreMod:
     """The same score_mod, with -inf for the keys that take no part."""
 
     def masked(score: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        score = score if modify is None else modify(score, batch, head, query, key)
+        if modify is not None:
+            score = modify(score, batch, head, query, key)
         return torch.where(key_mask[batch, key], score, float("-inf"))
 
     return masked
@@ -199,21 +208,29 @@ def _document_mask(call: AttentionCall, documents: Documents) -> tuple[Any, Dist
     """The `BlockMask` of a call with documents, and the distances in them."""
     places = documents.places(slice(call.offset, call.kv_len), call.offset)
     query_ids, query_positions = documents.ids[:, places], documents.positions[:, places]
-    distances = call.kv_len if call.span.window is None else call.span.window
-    nearest = 0 if call.span.causal else 1 - distances
+    distances, nearest = _visible_distances(call.kv_len, call.span.window, call.span.causal)
 
     def distance_of(batch: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return query_positions[batch, query] - documents.positions[batch, key]
 
     def visible(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        distance, same = (
-            distance_of(batch, query, key),
-            query_ids[batch, query] == documents.ids[batch, key],
-        )
+        distance = distance_of(batch, query, key)
+        same = query_ids[batch, query] == documents.ids[batch, key]
         return same & (distance >= nearest) & (distance < distances)
 
     shape = (len(documents.ids), None, call.q_len, call.kv_len)
-    return _flex_module().create_block_mask(visible, *shape, device=call.query.device), distance_of
+    mask = _flex_module().create_block_mask(visible, *shape, device=call.query.device)
+    return mask, distance_of
+
+
+def _visible_distances(length: int, window: int | None, causal: bool) -> tuple[int, int]:
+    """The smallest distance that is too large to be visible, and the smallest visible one."""
+    distances = length
+    if window is not None:
+        distances = window
+    if causal:
+        return distances, 0
+    return distances, 1 - distances
 
 
 @lru_cache(maxsize=64)
@@ -223,8 +240,10 @@ def _block_mask(
     """The `BlockMask` of s queries, the last (if not causal, the first) of t positions.
     `create_block_mask` would need a matrix `[s, t]`.
     """
-    offset, distances = t - s if causal else 0, max(s, t) if window is None else window
-    nearest = 0 if causal else 1 - distances
+    distances, nearest = _visible_distances(max(s, t), window, causal)
+    offset = 0
+    if causal:
+        offset = t - s
 
     def visible(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         distance = query + offset - key
@@ -232,18 +251,21 @@ def _block_mask(
 
     # Autograd cannot save inference tensors, and training may use a mask that an evaluation cached.
     with torch.inference_mode(False):
+        # The first and last positions of each block, [n, 1] of queries and [m] of keys.
         first_query = torch.arange(0, s, BLOCK, device=device)[:, None] + offset
         last_query = (first_query + BLOCK - 1).clamp(max=offset + s - 1)
         first_key = torch.arange(0, t, BLOCK, device=device)
         last_key = first_key + BLOCK - 1
+
+        # Blocks with some visible pairs, and blocks whose pairs are all visible.
         some = (first_key + nearest <= last_query) & (last_key > first_query - distances)
         complete = (last_key < t) & (first_query + BLOCK <= offset + s)
         every = (
             complete & (last_key + nearest <= first_query) & (first_key > last_query - distances)
         )
-        blocks = [_visible_first(mask) for mask in (some & ~every, every)]
+        blocks = *_visible_first(some & ~every), *_visible_first(every)
         return _flex_module().BlockMask.from_kv_blocks(
-            *blocks[0], *blocks[1], BLOCK_SIZE=BLOCK, mask_mod=visible, seq_lengths=(s, t)
+            *blocks, BLOCK_SIZE=BLOCK, mask_mod=visible, seq_lengths=(s, t)
         )
 
 

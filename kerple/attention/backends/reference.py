@@ -44,41 +44,38 @@ def attend_to_chunk(
     """Attention of `[b, h, c, d]` queries and `[b, g, l, d]` keys at consecutive positions, with
     all their scores in memory. `call` says how scores are computed.
     """
-    # Positions, and states in the dtype of the computation.
+    # Positions.
     queries = slice(first_query, first_query + query.shape[2])
     keys = slice(first_key, first_key + key.shape[2])
-    dtype = call.compute_dtype
+    query_positions = torch.arange(queries.start, queries.stop, device="cpu") + call.dropped
+    key_positions = torch.arange(keys.start, keys.stop, device="cpu") + call.dropped
 
     # Contiguous for `baddbmm`, which multiplies by the scale for free; `@` would copy them once
     # more.
-    contiguous = [
-        states.to(dtype, memory_format=torch.contiguous_format) for states in (query, key, value)
-    ]
-    flat_query, flat_key, flat_value = (states.flatten(0, 1) for states in contiguous)
+    exact_query, exact_key, exact_value = (
+        states.to(call.compute_dtype, memory_format=torch.contiguous_format)
+        for states in (query, key, value)
+    )
+    flat_key = exact_key.flatten(0, 1)  # [b g, l, d]
+    flat_value = exact_value.flatten(0, 1)  # [b g, l, v]
 
     # The queries of all heads that share a key/value head are the rows of one matrix.
     group_rows = call.queries_per_kv * query.shape[2]
-    query_positions = torch.arange(queries.start, queries.stop, device="cpu") + call.dropped
-    key_positions = torch.arange(keys.start, keys.stop, device="cpu") + call.dropped
     if call.products is None:
-        flat_query = flat_query.reshape(len(flat_key), group_rows, query.shape[3])
+        flat_query = exact_query.flatten(0, 1).reshape(len(flat_key), group_rows, query.shape[3])
         scores = torch.baddbmm(
             flat_query.new_empty(()), flat_query, flat_key.transpose(1, 2), beta=0, alpha=call.scale
         )
-        scores = scores.view(*query.shape[:3], key.shape[2])
+        scores = scores.view(*query.shape[:3], key.shape[2])  # [b, h, c, l]
     else:
-        scores = call.products(
-            contiguous[0], contiguous[1], query_positions, key_positions, call.scale
-        )
+        scores = call.products(exact_query, exact_key, query_positions, key_positions, call.scale)
 
     # The method's own scores, or bias and weight by distance.
     mask = call.mask(queries, keys)
     if call.modify_scores is not None:
-        scores = call.modify_scores(
-            Chunk(
-                scores, query, query_positions, key_positions, mask, score_table, call.span.causal
-            )
-        )
+        positions = query_positions, key_positions
+        chunk = Chunk(scores, query, *positions, mask, score_table, call.span.causal)
+        scores = call.modify_scores(chunk)
     elif call.has_tables:
         distance = call.distances(queries, keys)
         if call.tables.weight is not None:
@@ -86,6 +83,8 @@ def attend_to_chunk(
         if call.tables.bias is not None:
             scores = scores + lookup(call.tables.bias, distance)
     scores = scores.masked_fill(mask, float("-inf"))
+
+    # Only a key mask or a bias can hide every key from a query.
     if call.key_mask is None and call.tables.bias is None:
         probabilities = scores.softmax(dim=-1)
     else:

@@ -47,10 +47,13 @@ def _attend_with_mask(call: AttentionCall, first: int, last: int) -> Tensor:
     if bias_table is None:
         attn_mask = ~mask
     else:
-        mask_dtype = call.compute_dtype if query.device.type == "cpu" else query.dtype
+        mask_dtype = query.dtype
+        if query.device.type == "cpu":
+            mask_dtype = call.compute_dtype
         bias = lookup(bias_table, call.distances(queries, keys))
         attn_mask = bias.masked_fill(mask, float("-inf")).to(mask_dtype)
-        attn_mask = attn_mask if attn_mask.dim() == 4 else attn_mask[None]
+        if attn_mask.dim() == 3:  # [h, c, l]
+            attn_mask = attn_mask[None]
     return _attend(call, query, call.key[:, :, keys], call.value[:, :, keys], attn_mask=attn_mask)
 
 

@@ -63,19 +63,20 @@ def attend_in_mode(
     reason = mode.unsupported_reason(method)
     if reason is not None:
         raise ValueError(f"{type(method).__name__} {reason}")
-    if (
-        "decay" in method.hooks and decay_sums is None and scale is None
-    ):  # exported models have sums in their keys
+    # Exported models pass a scale, and have sums in their keys.
+    if "decay" in method.hooks and decay_sums is None and scale is None:
         raise ValueError(f"{type(method).__name__} has a decay: pass decay_sums")
     s, t, device = query.shape[2], key.shape[2], query.device
-    start = t - s if start is None else start
+    if start is None:
+        start = t - s
+    if scale is None:
+        scale = query.shape[3] ** -0.5
     total, missing = start + s, missing_keys(mode, start, s, t)
     if tables_at is None:
 
         def tables_at(first: int, end: int) -> tuple[Tensor | None, Tensor | None]:
             return tables(method, end, device, distance_map=mode.distance_map, first=first)
 
-    scale = query.shape[3] ** -0.5 if scale is None else scale
     # A chunk has at most as many keys more than one of its queries as it has queries.
     most_keys = mode.span.max_kv_len(total)
     rows = min(modify_rows(query, min(total, 2 * most_keys)), max(MODIFY_MIN_ROWS, most_keys))
@@ -87,28 +88,28 @@ def attend_in_mode(
     with without_autocast(device):
         for first in range(0, s, rows):
             queries = range(start + first, min(start + first + rows, total))
-            chunk = query[:, :, first : first + rows]
+            chunk = query[:, :, first : first + rows]  # [b, h, c, d]
             ranges = key_ranges(mode, queries)
             parts = [stored(keys, mode, missing) for keys in ranges]
-            keys_of_parts, values = (
-                [states[:, :, part] for part in parts] for states in (key, value)
-            )
+            keys_of_parts = [key[:, :, part] for part in parts]
+            values = torch.cat([value[:, :, part] for part in parts], dim=2)  # [b, g, l, d]
             scores = _scores(chunk, keys_of_parts, method, mode, queries, ranges, scale, tables_at)
             if decay_sums is not None:
                 query_sums = decay_sums[:, :, -s:][:, :, first : first + rows, None]
                 key_sums = torch.cat([decay_sums[:, :, None, part] for part in parts], dim=-1)
-                scores = scores + (query_sums - key_sums).to(scores.dtype)
-            contexts.append(
-                _by_kv_head(scores.softmax(dim=-1), torch.cat(values, dim=2)).to(query.dtype)
-            )
+                scores = scores + (query_sums - key_sums).to(scores.dtype)  # [b, h, c, l]
+            context = _by_kv_head(scores.softmax(dim=-1), values)
+            contexts.append(context.to(query.dtype))
     return torch.cat(contexts, dim=2)
 
 
 def key_ranges(mode: AttentionMode, queries: range) -> list[range]:
     """The positions of the keys that a chunk of queries attends to, some of which may be masked."""
     sinks, first_key, end = mode.span.sinks, mode.span.first_key(queries.start), queries.stop
-    if sinks == 0 or (first_key <= sinks and not mode.reindexed):
-        return [range(0 if sinks else first_key, end)]
+    if sinks == 0:
+        return [range(first_key, end)]
+    if first_key <= sinks and not mode.reindexed:
+        return [range(end)]
     ranges = range(min(sinks, end)), range(max(sinks, first_key), end)
     return [keys for keys in ranges if len(keys)]
 
@@ -139,7 +140,9 @@ def stored(keys: range, mode: AttentionMode, missing: int) -> slice:
     """The places of keys of `key_ranges` among those of a text that lacks `missing` keys, after the
     sinks and before the window.
     """
-    begin = keys.start if keys.start < mode.span.sinks else keys.start - missing
+    begin = keys.start
+    if begin >= mode.span.sinks:
+        begin -= missing
     return slice(begin, begin + len(keys))
 
 
@@ -162,16 +165,13 @@ class Pairs(NamedTuple):
         """For ranges of positions in the text."""
         span = mode.span
         mask = span.mask(queries, keys, device)
-        query_positions, key_positions = (
-            torch.arange(part.start, part.stop, device="cpu") for part in (queries, keys)
-        )
+        query_positions = torch.arange(queries.start, queries.stop, device="cpu")
+        key_positions = torch.arange(keys.start, keys.stop, device="cpu")
         if mode.reindexed and keys.start < span.sinks:
             # In the cache, the query has the last of sinks + window positions, and the sinks have
             # the first ones.
             query_positions = query_positions.clamp(max=span.max_kv_len(queries.stop) - 1)
-        query, key = (
-            positions_on(positions, device) for positions in (query_positions, key_positions)
-        )
+        query, key = positions_on(query_positions, device), positions_on(key_positions, device)
         distance = (query[:, None] - key).masked_fill(mask, 0)
         return cls(mask, query_positions, key_positions, distance)
 
@@ -216,6 +216,8 @@ def _scores(
     products = []
     for key, keys in zip(parts, ranges, strict=True):
         products.append(_range_products(query, key, method, mode, queries, keys, scale))
+
+    # All hooks of the method.
     if "modify_scores" not in method.hooks:
         finals = [_with_tables(part, tables_at) for part in products]
     elif method.per_pair or len(products) == 1:
@@ -228,13 +230,10 @@ def _scores(
         final = _modified(_joined(sinks, window, missing), method, mode)
         first, _, second = final.split([len(ranges[0]), missing, len(ranges[1])], dim=-1)
         finals = [first, second]
-    return torch.cat(
-        [
-            scores.masked_fill(part.pairs.mask, float("-inf"))
-            for scores, part in zip(finals, products, strict=True)
-        ],
-        dim=-1,
-    )
+    masked = []
+    for scores, part in zip(finals, products, strict=True):
+        masked.append(scores.masked_fill(part.pairs.mask, float("-inf")))
+    return torch.cat(masked, dim=-1)
 
 
 def _range_products(
@@ -260,15 +259,15 @@ def _range_products(
             states = method.scale_qk(*states, query_positions, key_positions)
         return rotated, _by_kv_head(states[0], states[1].transpose(-1, -2)) * scale
 
-    rotated, scores = query, None
-    if distance_map is None or not method.turns or pairs.nearest < distance_map.near:
-        rotated, scores = products(pairs.query_positions, pairs.key_positions)
-    if distance_map is not None and method.turns and pairs.farthest >= distance_map.near:
-        _, far = products(*distance_map.far_positions(pairs.query_positions, pairs.key_positions))
-        scores = (
-            far if scores is None else torch.where(pairs.distance < distance_map.near, scores, far)
-        )
-    assert scores is not None
+    # A rotation with a map has other positions for far pairs. Most ranges have both kinds of pairs.
+    positions = pairs.query_positions, pairs.key_positions
+    if distance_map is None or not method.turns or pairs.farthest < distance_map.near:
+        return _Range(*products(*positions), pairs)
+    _, far = products(*distance_map.far_positions(*positions))
+    if pairs.nearest >= distance_map.near:
+        return _Range(query, far, pairs)
+    rotated, near = products(*positions)
+    scores = torch.where(pairs.distance < distance_map.near, near, far)
     return _Range(rotated, scores, pairs)
 
 
@@ -291,19 +290,21 @@ def _modified(part: _Range, method: PositionalMethod, mode: AttentionMode) -> Te
     first, end = 0, int(pairs.query_positions[-1]) + 1
     if method.shift_invariant:  # its table need not begin at distance 0
         first, end = pairs.nearest, pairs.farthest + 1
-    table = score_table(
-        method, end, part.scores.device, distance_map=mode.distance_map, first=first
-    )
+    device = part.scores.device
+    table = score_table(method, end, device, distance_map=mode.distance_map, first=first)
     positions = pairs.query_positions - first, pairs.key_positions
     return method.final_scores(Chunk(part.scores, part.query, *positions, pairs.mask, table))
 
 
 def _with_tables(part: _Range, tables_at: Tables) -> Tensor:
+    """The scores with bias and weight."""
     bias, weight = tables_at(part.pairs.nearest, part.pairs.farthest + 1)
     scores = part.scores
     if weight is not None:
         scores = scores * part.pairs.lookup(weight)
-    return scores if bias is None else scores + part.pairs.lookup(bias)
+    if bias is not None:
+        scores = scores + part.pairs.lookup(bias)
+    return scores
 
 
 def _by_kv_head(left: Tensor, right: Tensor) -> Tensor:

@@ -20,7 +20,6 @@ Legend: s queries.
 """
 
 import difflib
-import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -29,85 +28,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kerple.attention.inference.scaling import (
+    DynamicNtk,
+    LogLength,
+    ScoreScaling,
+    YarnTemperature,
+)
 from kerple.attention.span import FULL, Span
 from kerple.positional import PositionalMethod
 from kerple.positional.distance_maps import Clip, DistanceMap, Group, Leaky, Linear, Log
-
-
-@dataclass(frozen=True)
-class ScoreScaling:
-    """Base class: factors of the products q.k, by the position of the query. A bias is not
-    multiplied.
-
-    The query itself is multiplied, so terms of CoPE and Transformer-XL that contain it are, too.
-    """
-
-    def factors(self, positions: Tensor) -> Tensor:
-        """Float64, for int64 positions of the same shape."""
-        raise NotImplementedError
-
-
-@dataclass(frozen=True)
-class LogLength(ScoreScaling):
-    """max(1, ln n / ln length) for the query at position n - 1, whose text so far has n tokens (Su,
-    https://kexue.fm/archives/8823; Chiang and Cholak, arXiv 2202.12172). length: that of training.
-    Raises ValueError if it is below 2.
-    """
-
-    length: int
-
-    def __post_init__(self) -> None:
-        if self.length < 2:
-            raise ValueError(f"logn: the length must be at least 2, not {self.length}")
-
-    def factors(self, positions: Tensor) -> Tensor:
-        return ((positions.double() + 1).log() / math.log(self.length)).clamp(min=1)
-
-
-@dataclass(frozen=True)
-class YarnTemperature(ScoreScaling):
-    """1/t = (0.1 ln factor + 1)^2 (YaRN, arXiv 2309.00071, equation 22). factor: the ratio of the
-    new length to that of training. Raises ValueError if it is below 1.
-    """
-
-    factor: float
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.factor < math.inf:
-            raise ValueError(f"yarn-temperature: the factor must be at least 1, not {self.factor}")
-
-    def factors(self, positions: Tensor) -> Tensor:
-        return torch.full_like(
-            positions, (0.1 * math.log(self.factor) + 1) ** 2, dtype=torch.float64
-        )
-
-
-@dataclass(frozen=True)
-class DynamicNtk:
-    """NTK-aware scaling of rotations with a factor that grows with the text of N tokens: the base
-    is multiplied by (factor N / length - (factor - 1))^(r / (r - 2)) if N > length (transformers,
-    modeling_rope_utils.py).
-
-    `growth` is the expression in parentheses; `at_length` sets it. All tokens of a text use the
-    same angles, so keys can be cached. Raises ValueError if `factor` or `length`, that of training,
-    is below 1.
-    """
-
-    factor: float
-    length: int
-    growth: float | None = None
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.factor < math.inf or self.length < 1:
-            raise ValueError(
-                f"dynamic-ntk: factor {self.factor} and length {self.length} must be at least 1"
-            )
-
-    def at_length(self, length: int) -> "DynamicNtk":
-        """For texts of up to `length` tokens."""
-        return replace(
-            self, growth=self.factor * max(length, self.length) / self.length - (self.factor - 1)
-        )
 
 
 @dataclass(frozen=True)
@@ -248,27 +177,30 @@ class AttentionMode:
         methods, windows: of the layers. name: of the positional method.
         """
         span = self.span
-        widest = None if None in windows else max((window or 0 for window in windows), default=None)
-        if any(windows) and (
-            span.block is not None or span.sinks or (widest and (span.window or 0) > widest)
-        ):
-            return (
-                "is not supported for models with sliding_window_width: a query attends to no keys "
-                "outside of its layer's window; use full, or window@W with a smaller W"
-            )
+        widths = [window for window in windows if window is not None]
+        if widths:
+            too_wide = len(widths) == len(windows) and (span.window or 0) > max(widths)
+            if span.block is not None or span.sinks or too_wide:
+                return (
+                    "is not supported for models with sliding_window_width: a query attends to no "
+                    "keys outside of its layer's window; use full, or window@W with a smaller W"
+                )
+
+        # The first layer whose method does not support it.
         has_positions = any(method.hooks for method in methods)
-        modes = (
-            [self.for_layer(method) for method in methods]
-            if has_positions
-            else [self] * len(methods)
-        )
-        reasons = [
-            mode.unsupported_reason(method) for mode, method in zip(modes, methods, strict=True)
-        ]
+        reasons = []
+        for method in methods:
+            mode = self
+            if has_positions:
+                mode = self.for_layer(method)
+            reasons.append(mode.unsupported_reason(method))
         for layer, reason in enumerate(reasons):
-            if reason is not None:
-                place = f" in layer {layer} (counted from 0)" if None in reasons else ""
-                return f"is not supported: pos_emb {name}{place} {reason}"
+            if reason is None:
+                continue
+            place = ""
+            if None in reasons:  # not the same in all layers
+                place = f" in layer {layer} (counted from 0)"
+            return f"is not supported: pos_emb {name}{place} {reason}"
         return None
 
     @staticmethod
@@ -318,7 +250,9 @@ class Modifier:
         if not self.arguments:
             return name
         letters = "@" + ",".join(letter for letter, _ in self.arguments)
-        return name + (f"[{letters}]" if self.optional else letters)
+        if self.optional:
+            letters = f"[{letters}]"
+        return name + letters
 
 
 _SIZE = ("W", int)
@@ -366,8 +300,7 @@ def parse_mode(name: str, train_length: int | None = None) -> Mode:
     """
     match = _SPAN.fullmatch(name)
     if match is None:
-        suggestion = _suggested_mode(name)
-        hint = "" if suggestion is None else f"did you mean {suggestion}? Otherwise, "
+        hint = _hint(_suggested_mode(name))
         raise ValueError(
             f"inference mode {name!r} is unknown; {hint}choose full, window@W, blockwise, "
             "blockwise@L or sinks@S+W, where the letters are numbers of tokens, e.g. window@512 or "
@@ -376,7 +309,10 @@ def parse_mode(name: str, train_length: int | None = None) -> Mode:
     span_name, span = _span(match, name, train_length)
     mode = AttentionMode(span)
     parts: dict[str, str] = {}
-    for part in [] if match["rest"] is None else match["rest"].split("+"):
+    modifiers: list[str] = []
+    if match["rest"] is not None:
+        modifiers = match["rest"].split("+")
+    for part in modifiers:
         key, canonical, value = _modifier(part, name, train_length)
         field = MODIFIERS[key].field
         if getattr(mode, field):
@@ -407,9 +343,18 @@ def _suggested_mode(name: str) -> str | None:
     if spans == ["window"]:
         return f"window@{arguments or 'W'}{plus}{rest}"
     if spans and spans != [key]:
-        return f"{spans[0]}{'@' if arguments else ''}{arguments}{plus}{rest}"
+        return first.replace(key, spans[0], 1).removesuffix("@") + plus + rest
     modifier = _suggested_modifier(first)
-    return None if modifier is None else f"full+{modifier}{plus}{rest}"
+    if modifier is None:
+        return None
+    return f"full+{modifier}{plus}{rest}"
+
+
+def _hint(suggestion: str | None) -> str:
+    """The beginning of an advice."""
+    if suggestion is None:
+        return ""
+    return f"did you mean {suggestion}? Otherwise, "
 
 
 def _suggested_modifier(part: str) -> str | None:
@@ -419,10 +364,14 @@ def _suggested_modifier(part: str) -> str | None:
     similar = similar or difflib.get_close_matches(key, MODIFIERS, n=1)
     if not similar:
         return None
-    known = key if key in MODIFIERS else similar[0]
+    known = similar[0]
+    if key in MODIFIERS:
+        known = key
     if arguments:
         return f"{known}{at}{arguments}"
-    return known if MODIFIERS[known].optional else MODIFIERS[known].grammar(known)
+    if MODIFIERS[known].optional:
+        return known
+    return MODIFIERS[known].grammar(known)
 
 
 def _span(match: re.Match[str], name: str, train_length: int | None) -> tuple[str, Span]:
@@ -433,7 +382,9 @@ def _span(match: re.Match[str], name: str, train_length: int | None) -> tuple[st
         return match[1], Span(window=int(match["SW"]), sinks=int(match["S"]))
     if not match[1].startswith("blockwise"):
         return match[1], Span()
-    length = train_length if match["L"] is None else int(match["L"])
+    length = train_length
+    if match["L"] is not None:
+        length = int(match["L"])
     if length is None:
         raise ValueError(
             "inference mode blockwise depends on the training length, which is not known here; "
@@ -444,7 +395,10 @@ def _span(match: re.Match[str], name: str, train_length: int | None) -> tuple[st
             f"inference mode {name}: blocks are half the training length, but {length} is odd; "
             f"choose an even length, e.g. blockwise@{length - 1 or 2}"
         )
-    return "blockwise" if length == train_length else match[1], Span(block=length // 2)
+    canonical = match[1]
+    if length == train_length:
+        canonical = "blockwise"
+    return canonical, Span(block=length // 2)
 
 
 def _modifier(part: str, name: str, train_length: int | None) -> tuple[str, str, Any]:
@@ -452,35 +406,39 @@ def _modifier(part: str, name: str, train_length: int | None) -> tuple[str, str,
     # Its name.
     key, has_values, rest = part.partition("@")
     if key not in MODIFIERS:
-        suggestion = _suggested_modifier(part)
-        hint = "" if suggestion is None else f"did you mean {suggestion}? Otherwise, "
+        hint = _hint(_suggested_modifier(part))
+        known = ", ".join(modifier.grammar(key) for key, modifier in MODIFIERS.items())
         raise ValueError(
-            f"inference mode {name}: modifier {part!r} is unknown; {hint}choose one of "
-            f"{', '.join(modifier.grammar(key) for key, modifier in MODIFIERS.items())} (see "
-            "docs/evaluation.md)"
+            f"inference mode {name}: modifier {part!r} is unknown; {hint}choose one of {known} "
+            "(see docs/evaluation.md)"
         )
-    # Its arguments, with defaults.
+
+    # Its arguments.
     modifier = MODIFIERS[key]
-    texts = rest.split(",") if has_values else []
-    types = [kind for _, kind in modifier.arguments]
-    wrong = len(texts) != len(types) and not (modifier.optional and not texts)
-    if wrong or not all(
-        _NUMBERS[kind].fullmatch(text) for kind, text in zip(types, texts, strict=False)
-    ):
+    texts = []
+    if has_values:
+        texts = rest.split(",")
+    fits = len(texts) == len(modifier.arguments) or (modifier.optional and not texts)
+    values: list[float | None] = []
+    for (_, kind), text in zip(modifier.arguments, texts, strict=False):
+        if fits and _NUMBERS[kind].fullmatch(text):
+            values.append(kind(text))
+    if not fits or len(values) < len(texts):
         raise ValueError(
             f"inference mode {name}: {part!r} must be {modifier.grammar(key)}, with numbers for "
             "the letters: from 1, and without leading zeros"
         )
-    values = [kind(text) for kind, text in zip(types, texts, strict=False)]
-    defaults = [
-        {"F": 1.0}.get(letter, train_length)
-        for letter, _ in modifier.arguments
-        if modifier.optional
-    ]
-    lengths = [train_length] if key == "dynamic-ntk" else []
-    arguments = [*(values or defaults), *lengths]
+
+    # Their defaults. `dynamic-ntk` also gets the training length.
+    defaults: list[float | None] = []
+    if modifier.optional:
+        defaults = [{"F": 1.0}.get(letter, train_length) for letter, _ in modifier.arguments]
+    arguments = values or defaults
+    advice = f"use {key}@LENGTH, or pass train_length"
+    if key == "dynamic-ntk":
+        arguments = [*arguments, train_length]
+        advice = "pass train_length"
     if None in arguments:
-        advice = "pass train_length" if lengths else f"use {key}@LENGTH, or pass train_length"
         raise ValueError(
             f"inference mode {name}: {key} depends on the training length, which is not known; "
             f"{advice}"

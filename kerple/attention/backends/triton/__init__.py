@@ -1,3 +1,1 @@
-"""The fused backend: `launch` prepares and launches the Triton kernels in `kernels`, and imports
-them on first use.
-"""
+"""The fused backend: `launch` launches the Triton kernels, and imports them on first use."""

@@ -53,7 +53,6 @@ from torch import Tensor
 from kerple.attention.backend import Requirements
 from kerple.attention.backends.triton.tiles import ROWS, Gpu, Tile, no_tiles_reason, tiles_for
 from kerple.attention.documents import Documents, DocumentTiles
-from kerple.attention.span import Span
 
 MAX_HEAD_SIZE = 128
 # CUDA's limit for the second and third dimension of a grid.
@@ -112,7 +111,9 @@ def add_margins(
     from kerple.attention.backends.triton.kernels import MARGIN
 
     table = table[..., :max_kv_len].detach().float()
-    return F.pad(table if factor == 1.0 else table * factor, (MARGIN, MARGIN), value=fill)
+    if factor != 1.0:
+        table = table * factor
+    return F.pad(table, (MARGIN, MARGIN), value=fill)
 
 
 def document_tiles(documents: Documents) -> DocumentTiles:
@@ -123,24 +124,29 @@ def document_tiles(documents: Documents) -> DocumentTiles:
         return documents.tiles
     ranges = documents.ranges
     assert ranges is not None  # `AttentionCall.is_packed` has checked it
+
+    # The tiles of each document in turn, then ordered by their position in it.
     row, first, length = ranges.unbind(1)
     count = -(-length // ROWS)  # tiles of each document
     place = (count.cumsum(0) - count) * ROWS
     document = torch.arange(len(ranges), device="cpu").repeat_interleave(count)
     position = torch.arange(len(document), device="cpu") * ROWS - place[document]
     order = position.argsort(descending=True, stable=True)
-    tiles = torch.stack(
-        (row[document], first[document], length[document], place[document], position), dim=1
-    )[order]
-    positions = torch.arange(0, documents.ids.shape[1], ROWS, device="cpu")
+    row, first, length = row[document], first[document], length[document]
+    tiles = torch.stack((row, first, length, place[document], position), dim=1)[order]
+
+    # How many tiles are at each position or later.
+    row_length = documents.ids.shape[1]
+    positions = torch.arange(0, row_length, ROWS, device="cpu")
     counts = (position >= positions[:, None]).sum(1)
-    offsets = torch.arange(ROWS, device="cpu")
-    in_document = torch.minimum(position[:, None] + offsets, length[document, None] - 1)
-    tokens = (row[document] * documents.ids.shape[1] + first[document])[:, None] + in_document
+
+    # The tokens of padded documents.
+    in_document = position[:, None] + torch.arange(ROWS, device="cpu")
+    in_document = torch.minimum(in_document, length[:, None] - 1)
+    tokens = (row * row_length + first)[:, None] + in_document
     parts = tiles.int(), counts.int(), tokens.flatten()
-    documents.tiles = DocumentTiles(
-        *(part.to(documents.ids.device, non_blocking=True) for part in parts)
-    )
+    on_device = [part.to(documents.ids.device, non_blocking=True) for part in parts]
+    documents.tiles = DocumentTiles(*on_device)
     return documents.tiles
 
 
@@ -164,16 +170,23 @@ class Launcher:
         """bias, weight: see `KernelTables`. documents: `DocumentTiles`, for as many queries as
         keys, or empty. has_table: the scores have a bias or a weight.
         """
-        from kerple.attention.backends.triton import kernels, table_kernels
+        from kerple.attention.backends.triton import gradient_kernels, kernels, table_kernels
 
         self.kernels, self.table_kernels = kernels, table_kernels
+        self.gradient_kernels = gradient_kernels
         self.query, self.key, self.value = query, key, value
         self.batch, self.heads, self.s, self.head_size = query.shape
         self.kv_heads, self.t, self.scale = key.shape[1], key.shape[2], scale
         self.group = self.heads // self.kv_heads
-        self.max_kv_len = Span(window).max_kv_len(self.t)
+        self.max_kv_len = self.t
+        if window is not None:
+            self.max_kv_len = min(self.t, window)
         has_weight = weight is not None
-        self.documents = DocumentTiles(*documents) if documents else None
+        self.documents: DocumentTiles | None = None
+        document_table = None
+        if documents:
+            self.documents = DocumentTiles(*documents)
+            document_table = self.documents.tiles
         self.tiles = tiles_for(
             Gpu.of(query.device),
             query.dtype,
@@ -187,15 +200,21 @@ class Launcher:
         # not keep its -inf.
         reads_table = has_table or self.scale <= 0.0 or not self.tiles.skip_mask
 
-        # Without a weight, the kernels get a pointer that they do not read.
-        self.bias, self.weight = bias, query if weight is None else weight
+        # Without a weight or a decay, the kernels get a pointer that they do not read.
+        self.bias = bias
+        if weight is None:
+            weight = query
+        decay, bases = query, query
         self.has_decay = decay_sums is not None
-        decay = (self.query, self.query) if decay_sums is None else self._split(decay_sums)
-        tiles = None if self.documents is None else self.documents.tiles
-        self.inputs = (self.query, self.key, self.value, self.bias, self.weight, *decay, tiles)
+        if decay_sums is not None:
+            decay, bases = self._split(decay_sums)
+        self.inputs = (query, key, value, bias, weight, decay, bases, document_table)
 
         # Between the heads of the tables and of the decay.
-        self.strides = (bias.stride(0) if has_table else 0, *(part.stride(1) for part in decay))
+        table_stride = 0
+        if has_table:
+            table_stride = bias.stride(0)
+        self.strides = (table_stride, decay.stride(1), bases.stride(1))
         self.block_d = max(16, 1 << (self.head_size - 1).bit_length())
         self.constants = {
             "SIZE": self.head_size,
@@ -307,13 +326,14 @@ class Launcher:
         """
         tile = self.tiles.query
         tiles, heads = self._grid(self.s, tile.queries, self.heads)
-        count = 0 if directions is None else len(directions)
-        sums = self._new_empty(count, heads // self.heads, self.heads, tiles)
         # Without directions, the kernel gets a pointer that it does not read.
-        read = self.bias if directions is None else directions
+        count, read = 0, self.bias
+        if directions is not None:
+            count, read = len(directions), directions
+        sums = self._new_empty(count, heads // self.heads, self.heads, tiles)
         row_sums = self._sums(self.s)
         self._launch(
-            self.kernels.query_kernel,
+            self.gradient_kernels.query_kernel,
             (tiles, heads),
             *(*self.inputs, grad_context, row_stats, read, out, sums, row_sums),
             *_strides(self.query, self.key, self.value, grad_context, out),
@@ -352,7 +372,7 @@ class Launcher:
         tile = self.tiles.key_value
         column_sums = self._sums(self.t)
         self._launch(
-            self.kernels.key_value_kernel,
+            self.gradient_kernels.key_value_kernel,
             self._grid(self.t, tile.keys, self.kv_heads),
             *(*self.inputs, grad_context, row_stats, *out, column_sums),
             *_strides(self.query, self.key, self.value, grad_context, *out),
@@ -385,16 +405,21 @@ class Launcher:
         # Sums by block distance, for blocks of a side.
         tile = self.tiles.tables
         side = tile.queries
-        length = self.max_kv_len if dense is None else min(self.max_kv_len, dense)
+        length = self.max_kv_len
+        if dense is not None:
+            length = min(length, dense)
 
-        # Block distances with a visible pair, and parts of each: enough programs, and no more.
-        count = 1 + min(
-            (self.t - self.s + -(-self.s // side) * side - 1) // side, (length + side - 2) // side
-        )
-        sample_tiles = self._grid(self.s, side, 1)[0] * (
-            self.batch if self.documents is None else 1
-        )
-        counts = None if self.documents is None else self.documents.counts
+        # Block distances with a visible pair.
+        farthest = self.t - self.s + -(-self.s // side) * side - 1
+        count = 1 + min(farthest // side, (length + side - 2) // side)
+
+        # Parts of each, and heads at a time: enough programs, and no more.
+        sample_tiles, _ = self._grid(self.s, side, 1)
+        counts = None
+        if self.documents is None:
+            sample_tiles *= self.batch
+        else:
+            counts = self.documents.counts
         parts = max(1, min(sample_tiles, TABLE_PROGRAMS // (count * self.heads)))
         group_heads = min(self.heads, max(1, TILES_BYTES // (parts * count * side * side * 4)))
 
@@ -454,7 +479,11 @@ class Launcher:
 
 
 def _strides(*states: Tensor) -> list[int]:
-    return [stride for tensor in states for stride in tensor.stride()[:3]]
+    """The strides of all dimensions but the last."""
+    strides: list[int] = []
+    for tensor in states:
+        strides += tensor.stride()[:3]
+    return strides
 
 
 def _tile_options(tile: Tile) -> dict[str, int]:

@@ -10,6 +10,7 @@ directions of a table.
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -45,11 +46,13 @@ def fused_attention(call: AttentionCall) -> Tensor:
     if tables.kernel is None or tables.max_kv_len != call.max_kv_len:
         tables = prepare_tables(tables, call.query.shape[1], call.max_kv_len, call.query.device)
     assert tables.kernel is not None
-    query, key, value = (
-        _with_contiguous_rows(states) for states in (call.query, call.key, call.value)
-    )
+    query = _with_contiguous_rows(call.query)
+    key, value = _with_contiguous_rows(call.key), _with_contiguous_rows(call.value)
     constants = call.scale, call.span.window
-    documents = [] if call.documents is None else list(document_tiles(call.documents))
+    documents: list[Tensor] = []
+    if call.documents is not None:
+        documents.extend(document_tiles(call.documents))
+
     # The operator takes more of the host's time than `_FusedAttention`, but torch.compile does not
     # trace into it.
     if torch.compiler.is_compiling():
@@ -71,53 +74,57 @@ def prepare_tables(
     Layers that share the result do not repeat this. Requires Triton.
     """
     bias, weight = tables.bias, tables.weight
-    of_bias, of_weight = (
-        _used_jacobian(bias, tables.bias_jacobian),
-        _used_jacobian(weight, tables.weight_jacobian),
-    )
+    of_bias = _used_jacobian(bias, tables.bias_jacobian)
+    of_weight = _used_jacobian(weight, tables.weight_jacobian)
     used = [jacobian for jacobian in (of_bias, of_weight) if jacobian is not None]
     if sum(jacobian.coefficients.shape[1] for jacobian in used) > MAX_DIRECTIONS:
         of_bias, of_weight, used = None, None, []
 
-    # Below `dense`, a direction is not valid, and the table has its own gradient.
+    # The directions of all coefficients, and of which table they are. Below `dense`, a direction is
+    # not valid, and the table has its own gradient.
     directions = None
     if used:
         parts = []
         for jacobian in used:
             part = jacobian.directions[..., jacobian.dense : max_kv_len]
-            parts.append(
-                F.pad(part, (min(jacobian.dense, max_kv_len), 0)) if jacobian.dense else part
-            )
-        directions = add_margins(
-            torch.cat(parts, dim=1).transpose(0, 1), max_kv_len=max_kv_len
-        ).contiguous()
+            if jacobian.dense:
+                part = F.pad(part, (min(jacobian.dense, max_kv_len), 0))
+            parts.append(part)
+        stacked = torch.cat(parts, dim=1).transpose(0, 1)  # [p, h, n]
+        directions = add_margins(stacked, max_kv_len=max_kv_len).contiguous()
+    bias_coefficients = weight_coefficients = bias_dense = weight_dense = None
+    if of_bias is not None:
+        bias_coefficients, bias_dense = of_bias.coefficients, of_bias.dense
+    if of_weight is not None:
+        weight_coefficients, weight_dense = of_weight.coefficients, of_weight.dense
 
-    values = bias
+    # The values. Without a bias, the margins of zeros still are the mask.
+    values, kernel_weight, rows = bias, None, 1
+    if weight is not None:
+        kernel_weight, rows = add_margins(weight, max_kv_len=max_kv_len), heads
     if values is None:
-        values = torch.zeros(1 if weight is None else heads, max_kv_len, device=device)
+        values = torch.zeros(rows, max_kv_len, device=device)
     kernel = KernelTables(
         bias_table=_with_own_gradient(bias, of_bias),
         weight_table=_with_own_gradient(weight, of_weight),
-        bias_coefficients=None if of_bias is None else of_bias.coefficients,
-        weight_coefficients=None if of_weight is None else of_weight.coefficients,
+        bias_coefficients=bias_coefficients,
+        weight_coefficients=weight_coefficients,
         bias=add_margins(values, LOG2_E, -math.inf, max_kv_len=max_kv_len),
-        weight=None if weight is None else add_margins(weight, max_kv_len=max_kv_len),
+        weight=kernel_weight,
         directions=directions,
-        bias_dense=None if of_bias is None else of_bias.dense,
-        weight_dense=None if of_weight is None else of_weight.dense,
+        bias_dense=bias_dense,
+        weight_dense=weight_dense,
     )
     return replace(tables, kernel=kernel, max_kv_len=max_kv_len)
 
 
 def _used_jacobian(table: Tensor | None, jacobian: TableJacobian | None) -> TableJacobian | None:
-    if (
-        table is None
-        or jacobian is None
-        or not torch.is_grad_enabled()
-        or not jacobian.coefficients.requires_grad
-    ):
+    """The jacobian, if its coefficients need a gradient."""
+    if table is None or jacobian is None:
         return None
-    return jacobian
+    if torch.is_grad_enabled() and jacobian.coefficients.requires_grad:
+        return jacobian
+    return None
 
 
 def _with_own_gradient(table: Tensor | None, jacobian: TableJacobian | None) -> Tensor | None:
@@ -196,7 +203,7 @@ def _backward(
     if documents:  # padding has no gradient
         for part in states:
             part.zero_()
-    grad_query, grad_key, grad_value = states[0].unbind() if len(states) == 1 else states
+    grad_query, grad_key, grad_value = _of_states(states)
     with without_autocast(query.device):
         grad_context = _with_contiguous_rows(grad_context)
         row_stats = launcher.row_stats(context, grad_context, lse)
@@ -206,19 +213,17 @@ def _backward(
         column_sums = launcher.key_value_gradients(
             grad_context, row_stats, out=(grad_key, grad_value)
         )
-        tables = [bias_table if needs_bias else None, weight_table if needs_weight else None]
+
+        # Both tables at once, if their gradients are needed for the same distances.
+        table_gradients = partial(launcher.table_gradients, grad_context, row_stats)
+        grad_tables: list[Tensor | None] = []
         if needs_bias and needs_weight and bias_dense == weight_dense:
-            grad_tables = launcher.table_gradients(grad_context, row_stats, tables, bias_dense)
+            grad_tables = table_gradients([bias_table, weight_table], bias_dense)
         else:
-            grad_tables = [None, None]
             if needs_bias:
-                grad_tables[0] = launcher.table_gradients(
-                    grad_context, row_stats, [tables[0], None], bias_dense
-                )[0]
+                grad_tables += table_gradients([bias_table, None], bias_dense)
             if needs_weight:
-                grad_tables[1] = launcher.table_gradients(
-                    grad_context, row_stats, [None, tables[1]], weight_dense
-                )[1]
+                grad_tables += table_gradients([None, weight_table], weight_dense)
         grads = [*states, *(grad for grad in grad_tables if grad is not None), *grad_coefficients]
         if decay_sums is not None:
             grad_sums = -column_sums.to(decay_sums.dtype)
@@ -273,9 +278,10 @@ def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, 
     ctx.save_for_backward(query, key, value, *saved, decay_sums, *output)
     ctx.documents = documents
     # The number of directions of bias and weight, and the last arguments of `_backward`.
-    counts = []
-    for coefficients in (kernel.bias_coefficients, kernel.weight_coefficients):
-        counts.append(0 if coefficients is None else coefficients.shape[1])
+    counts = [0, 0]
+    for index, coefficients in enumerate((kernel.bias_coefficients, kernel.weight_coefficients)):
+        if coefficients is not None:
+            counts[index] = coefficients.shape[1]
     ctx.kernel_constants = counts, (kernel.bias_dense, kernel.weight_dense, scale, window)
     ctx.set_materialize_grads(False)
 
@@ -303,13 +309,23 @@ def _all_gradients(
     grads = backward(
         grad_context, *saved[:-2], ctx.documents, *saved[-2:], counts[0], *needs_table, *rest
     )
-    packed = _is_packed(*saved[:2])
-    states = grads[0].unbind() if packed else grads[:3]
-    others = iter(grads[1 if packed else 3 :])
-    grad_tables = []
-    for computed in (*needs_table, *counts):
-        grad_tables.append(next(others) if computed else None)
-    return states, grad_tables, next(others, None)
+    # Those of the states, in one tensor or three, and of what else needs one.
+    count = 3
+    if _is_packed(*saved[:2]):
+        count = 1
+    others = iter(grads[count:])
+    grad_tables: list[Tensor | None] = [None] * 4
+    for index, computed in enumerate((*needs_table, *counts)):
+        if computed:
+            grad_tables[index] = next(others)
+    return _of_states(grads[:count]), grad_tables, next(others, None)
+
+
+def _of_states(grads: list[Tensor]) -> Sequence[Tensor]:
+    """Those of query, key and value, from the result of `_empty_gradients`."""
+    if len(grads) == 1:
+        return grads[0].unbind()
+    return grads
 
 
 _attention.register_autograd(_gradients, setup_context=_save_for_backward)
@@ -366,8 +382,9 @@ def _with_contiguous_rows(states: Tensor) -> Tensor:
     """The kernels require the elements of a row to be contiguous, and int32 offsets of the rows of
     a tile.
     """
-    is_supported = states.stride(-1) == 1 and states.stride(-2) <= MAX_ROW_STRIDE
-    return states if is_supported else states.contiguous()
+    if states.stride(-1) == 1 and states.stride(-2) <= MAX_ROW_STRIDE:
+        return states
+    return states.contiguous()
 
 
 FUSED = Backend(

@@ -130,39 +130,45 @@ def tiles_for(
     small = head_size <= 64
     major = gpu.architecture // 10
     if dtype == torch.float32:
-        square = Tile(32, 32, 4 if small else 8, 1)
-        forward = Tile(64, 32, 8, 1) if small else square
-        key_value = Tile(32, 32, 8, 1) if grouped else square
-        return Tiles(forward, key_value, square, square, kib=36 if small else 68, skip_mask=False)
+        return _float32_tiles(small, grouped)
+
+    # wgmma and tcgen05.
+    square = Tile(64, 64, 8, 2)
+    query = Tile(128, 64, 8, 2)
     if major == 9 and small:
-        forward = Tile(128, 64, 8 if weight else 4, 3)
-        return Tiles(forward, Tile(64, 128, 8, 2), Tile(128, 64, 8, 2), Tile(64, 64, 4, 2), kib=64)
+        forward, square = Tile(128, 64, 4, 3), Tile(64, 64, 4, 2)
+        if weight:
+            forward = Tile(128, 64, 8, 3)
+        return Tiles(forward, Tile(64, 128, 8, 2), query, square, kib=64)
     if major == 9:
-        return Tiles(
-            Tile(128, 64, 8, 2),
-            Tile(32, 128, 8, 2),
-            Tile(128, 64, 8, 2),
-            Tile(64, 64, 8, 2),
-            kib=128,
-        )
+        return Tiles(Tile(128, 64, 8, 2), Tile(32, 128, 8, 2), query, square, kib=128)
     if major in (10, 11) and small:
-        tables = Tile(64, 64, 8 if weight else 4, 2)
-        return Tiles(Tile(128, 64, 4, 3), Tile(64, 128, 8, 2), Tile(128, 64, 8, 2), tables, kib=82)
+        if not weight:
+            square = Tile(64, 64, 4, 2)
+        return Tiles(Tile(128, 64, 4, 3), Tile(64, 128, 8, 2), query, square, kib=82)
     if major in (10, 11):
-        return Tiles(
-            Tile(128, 64, 8, 3),
-            Tile(64, 128, 8, 2),
-            Tile(128, 64, 8, 2),
-            Tile(64, 64, 8, 2),
-            kib=162,
-        )
+        return Tiles(Tile(128, 64, 8, 3), Tile(64, 128, 8, 2), query, square, kib=162)
+
+    # mma.sync.
+    forward = Tile(128, 64, 8, 3)
     if small:
-        key_value = Tile(32, 128, 8, 2) if grouped and documents else Tile(64, 128, 8, 3)
-        query, tables = Tile(128, 64, 8, 3), Tile(64, 64, 4, 2)
-        return Tiles(Tile(128, 64, 8, 3), key_value, query, tables, kib=64, skip_mask=False)
-    large = gpu.shared_memory >= 112 * 1024
-    key_value = Tile(128 if large else 64, 64, 8, 2)
-    query, tables = Tile(128, 32, 8, 3), Tile(32, 32, 4, 2)
-    return Tiles(
-        Tile(128, 64, 8, 3), key_value, query, tables, kib=112 if large else 96, skip_mask=False
-    )
+        key_value, square = Tile(64, 128, 8, 3), Tile(64, 64, 4, 2)
+        if grouped and documents:
+            key_value = Tile(32, 128, 8, 2)
+        return Tiles(forward, key_value, forward, square, kib=64, skip_mask=False)
+    key_value, kib = Tile(64, 64, 8, 2), 96
+    if gpu.shared_memory >= 112 * 1024:
+        key_value, kib = Tile(128, 64, 8, 2), 112
+    query, square = Tile(128, 32, 8, 3), Tile(32, 32, 4, 2)
+    return Tiles(forward, key_value, query, square, kib=kib, skip_mask=False)
+
+
+def _float32_tiles(small: bool, grouped: bool) -> Tiles:
+    """Those without tensor cores, for any GPU. small: head sizes up to 64."""
+    if not small:
+        tile = Tile(32, 32, 8, 1)
+        return Tiles(tile, tile, tile, tile, kib=68, skip_mask=False)
+    tile = key_value = Tile(32, 32, 4, 1)
+    if grouped:
+        key_value = Tile(32, 32, 8, 1)
+    return Tiles(Tile(64, 32, 8, 1), key_value, tile, tile, kib=36, skip_mask=False)

@@ -2,12 +2,10 @@
 their scalings.
 """
 
-import math
 import re
 from dataclasses import replace
 
 import pytest
-import torch
 
 from kerple.attention import (
     FULL,
@@ -127,23 +125,6 @@ def test_modes_do_not_repeat_a_scaling(options, refused):
         assert "yarn-temperature" in str(
             mode.unsupported_reason(build("rotary", SHAPE, random_range=64, **options))
         )
-
-
-def test_scalings_of_queries():
-    query = torch.randn(1, 2, 5, 4, dtype=torch.float64)
-    scaled = AttentionMode(scaling=LogLength(10)).scale_query(query, torch.arange(8, 13))
-    for row, n in enumerate((9, 10, 11, 12, 13)):
-        factor = 1.0 if n <= 10 else math.log(n) / math.log(10)
-        torch.testing.assert_close(scaled[:, :, row], query[:, :, row] * factor, rtol=1e-14, atol=0)
-    warm = AttentionMode(scaling=YarnTemperature(8.0)).scale_query(query, torch.arange(5))
-    torch.testing.assert_close(warm, query * (0.1 * math.log(8) + 1) ** 2, rtol=1e-14, atol=0)
-    for build_scaling in (
-        lambda: LogLength(1),
-        lambda: YarnTemperature(0.5),
-        lambda: DynamicNtk(0.5, 8),
-    ):
-        with pytest.raises(ValueError, match="must be at least"):
-            build_scaling()
 
 
 def test_parts_that_depend_on_the_length():

@@ -1,0 +1,104 @@
+"""The probabilities of a chunk of the chunked backend, in both of its passes.
+
+Legend: s query length, t key length, h heads, d head size; in a chunk: n heads, m key/value heads,
+c queries, l keys.
+"""
+
+import torch
+from torch import Tensor
+
+from kerple.attention.backends.chunk_plan import Chunk, ChunkPlan, ToeplitzTable
+from kerple.attention.call import AttentionCall
+
+# Scores this far below the maximum of their row (probabilities below e^-40), and weights below this
+# fraction of the head's largest weight, are treated as masked. They are below float32's precision,
+# but products and gradients turn them into denormal numbers, with which a CPU multiplies thirty
+# times slower.
+MIN_SCORE = -40.0
+MIN_WEIGHT = 1e-10
+
+
+def by_kv_head(states: Tensor, key: Tensor) -> Tensor:
+    """`[n, c, ...]` -> `[m, n/m c, ...]`: the rows of all heads that share a key/value head of
+    `[m, l, d]` are the rows of one matrix.
+    """
+    return states.view(len(key), -1, states.shape[-1])
+
+
+class ChunkScores:
+    """Computes the probabilities of a chunk, in both passes. The chunk's queries are in reverse
+    order, as its tables require (see `ToeplitzTable`).
+    """
+
+    def __init__(self, plan: ChunkPlan, call: AttentionCall, like: Tensor):
+        self.scale = call.scale
+        bias, weight = call.tables.bias, call.tables.weight
+        # On a CPU, float32 numbers that are almost zero are treated as zero; see MIN_SCORE.
+        avoids_denormals = like.device.type == "cpu" and like.dtype == torch.float32
+        if weight is not None and avoids_denormals:
+            size = weight.abs()
+            weight = weight.masked_fill(size < MIN_WEIGHT * size.amax(dim=1, keepdim=True), 0.0)
+        # Heads whose biases alone cause such probabilities.
+        self.steep_heads: list[bool] = []
+        if bias is not None and avoids_denormals:
+            visible = bias[:, : plan.max_kv_len]
+            self.steep_heads = (visible.amin(dim=1) - visible.amax(dim=1) < MIN_SCORE).tolist()
+        # A query sees at least itself, at distance 0. Elsewhere than on a CPU, asking would wait
+        # for the device.
+        self.may_be_empty = bias is not None
+        if bias is not None and like.device.type == "cpu":
+            self.may_be_empty = bool((bias[:, 0] == float("-inf")).any())
+        heads_of_bias = plan.heads
+        if bias is None:
+            heads_of_bias = 1
+        self.bias = ToeplitzTable(plan, heads_of_bias, float("-inf"), like).load(bias)
+        self.weight: ToeplitzTable | None = None
+        if weight is not None:
+            self.weight = ToeplitzTable(plan, plan.heads, 0.0, like).load(weight)
+        # Without a bias the table is only a mask. Without a window, it masks only pairs of a
+        # chunk's last `rows` keys.
+        self.only_causal = bias is None and plan.max_kv_len == plan.kv_len
+        reverse = torch.arange(plan.rows - 1, -1, -1, device=like.device)
+        self.reverse_order = {chunk.rows: reverse[-chunk.rows :] for chunk in plan.chunks}
+
+    def reversed_rows(self, states: Tensor, chunk: Chunk) -> Tensor:
+        """A chunk's rows of `[n, s, d]`, last query first: `[n, c, d]`."""
+        rows = states.narrow(1, chunk.first_query, chunk.rows)
+        return rows.index_select(1, self.reverse_order[chunk.rows])
+
+    def write_reversed(self, states: Tensor, chunk: Chunk, rows: Tensor) -> None:
+        """Write a chunk's rows, last query first, to `[n, s, d]`."""
+        rows = rows.index_select(1, self.reverse_order[chunk.rows])
+        states.narrow(1, chunk.first_query, chunk.rows).copy_(rows)
+
+    def products(self, query: Tensor, key: Tensor, out: Tensor) -> Tensor:
+        """scale * q.k of `[n, c, d]` and `[m, l, d]`, in `out` `[n, c, l]`."""
+        rows = by_kv_head(out, key)
+        torch.baddbmm(
+            rows, by_kv_head(query, key), key.transpose(1, 2), beta=0, alpha=self.scale, out=rows
+        )
+        return out
+
+    def probabilities(self, first_head: int, products: Tensor, out: Tensor) -> Tensor:
+        """softmax(weight * products + bias), in `out`; `out` is `products` itself if there is no
+        weight.
+        """
+        self.multiply_weight(first_head, products, out)
+        scores, bias = self.bias.align(first_head, out)
+        if self.only_causal:
+            rows = out.shape[1]
+            scores, bias = scores[..., -rows:], bias[..., -rows:]
+        scores.add_(bias)
+        if self.may_be_empty:
+            is_empty = out.amax(dim=-1, keepdim=True) == float("-inf")
+            torch.softmax(out.masked_fill_(is_empty, 0.0), dim=-1, out=out)
+            return out.masked_fill_(is_empty, 0.0)
+        if any(self.steep_heads[first_head : first_head + self.bias.group_heads]):
+            torch.threshold_(out.sub_(out.amax(dim=-1, keepdim=True)), MIN_SCORE, float("-inf"))
+        return torch.softmax(out, dim=-1, out=out)
+
+    def multiply_weight(self, first_head: int, scores: Tensor, out: Tensor) -> None:
+        """weight * scores, in `out`, both `[n, c, l]`. Does nothing if there is no weight."""
+        if self.weight is not None:
+            scores, weight = self.weight.align(first_head, scores)
+            torch.mul(scores, weight, out=out.view_as(scores))
