@@ -94,9 +94,7 @@ def main(
     more: Callable[[torch.device], list[list[Check]]] | None = None,
     parser_class: type[argparse.ArgumentParser] = argparse.ArgumentParser,
 ) -> int:
-    """Returns the exit status. more: further checks of a device, a row per kernel and a column per
-    dtype.
-    """
+    """Returns the exit status. more: further checks, a row per kernel and a column per dtype."""
     parser = parser_class(prog="kerple doctor", description=__doc__.partition("\n\n")[0])
     parser.add_argument(
         "--head-size",

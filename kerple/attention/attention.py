@@ -214,9 +214,7 @@ def scale_or_default(scale: float | None, query: Tensor) -> float:
 
 
 def check_hooks(positional: PositionalMethod | None) -> None:
-    """Raises ValueError for a method with hooks that exclude each other, and TypeError for anything
-    else.
-    """
+    """Raises ValueError for hooks that exclude each other, and TypeError unless it is a method."""
     if positional is None:
         return
     if not isinstance(positional, PositionalMethod):

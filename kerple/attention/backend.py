@@ -139,9 +139,7 @@ class Backend:
         return context[..., : call.value.shape[3]].to(call.query.dtype)
 
     def unsupported_reason(self, requirements: Requirements) -> str | None:
-        """Why this backend cannot run such a call, as the rest of a sentence about it; None if it
-        can.
-        """
+        """Why this backend cannot run such a call, as the rest of a sentence; None if it can."""
         if not requirements.causal and not self.noncausal:
             return "computes only causal attention"
         if requirements.weight and not self.weight:

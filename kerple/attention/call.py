@@ -237,9 +237,7 @@ class AttentionCall:
         return slice(first, min(self.kv_len, queries.stop - 1 + window))
 
     def mask(self, queries: slice, keys: slice) -> Tensor:
-        """Bool `[c, l]` for positions, and `[b, 1, c, l]` with documents or a key mask. True =
-        masked.
-        """
+        """Bool `[c, l]`, or `[b, 1, c, l]` with documents or a key mask. True = masked."""
         if self.documents is None:
             mask = self.span.mask(queries, keys, self.query.device)  # [c, l]
         else:
@@ -350,9 +348,7 @@ def check_states(call: AttentionCall) -> None:
 def check_documents(
     documents: Documents, batch: int, q_len: int, kv_len: int, causal: bool
 ) -> None:
-    """Raises ValueError unless the documents are those of the keys, and have positions for the
-    queries.
-    """
+    """Raises ValueError unless they are the documents of the keys, with places of queries."""
     shape = documents.ids.shape
     if shape != (batch, kv_len):
         raise ValueError(
@@ -379,9 +375,7 @@ def check_decay(call: AttentionCall, sums: Tensor) -> None:
 
 
 def check_method(call: AttentionCall, method: PositionalMethod) -> None:
-    """Raises ValueError unless tables and decay sums are those of the call's method and
-    direction.
-    """
+    """Raises ValueError unless tables and decay sums fit the call's method and direction."""
     hooks, tables, causal, name = method.hooks, call.tables, call.span.causal, type(method).__name__
     if not causal and method.causal_only:
         raise ValueError(

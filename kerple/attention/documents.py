@@ -71,9 +71,7 @@ class Documents:
 
     @cached_property
     def fill_rows(self) -> bool:
-        """Whether each row is one document at the positions from 0 on, without padding. Waits for
-        the ids.
-        """
+        """Whether each row is one document from position 0 on, without padding. Waits for ids."""
         ids = self._ids_on_cpu
         is_first = (ids == ids[:, :1]) & (ids >= 0)
         return self._from_zero and self.queries is None and bool(is_first.all())
@@ -99,18 +97,14 @@ class Documents:
         return None
 
     def places(self, queries: slice, offset: int) -> slice | Tensor:
-        """The places of a range of queries, the first of which would be at `offset` in the last
-        tokens.
-        """
+        """The places of queries, the first of which would be at `offset` in the last tokens."""
         if self.queries is None:
             return queries
         return self.queries[queries.start - offset : queries.stop - offset]
 
     @cached_property
     def _tokens(self) -> list[Tensor]:
-        """The tokens of each document, int64 on the CPU: indices of the flattened rows, in
-        ascending order.
-        """
+        """The tokens of each document, int64 on the CPU: ascending indices of the flat rows."""
         ids = self._ids_on_cpu
         # A number for each document of each row.
         rows = torch.arange(len(ids))[:, None] * (ids.max() - ids.min() + 1)

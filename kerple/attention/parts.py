@@ -172,9 +172,7 @@ def run_documents(call: AttentionCall, documents: Documents, run: Run) -> Tensor
 
 
 def _in_order(states: Tensor, places: Sequence[Tensor]) -> list[Tensor]:
-    """`[b, h, s, d]` -> for each `[n, c]` of the places, the states `[n, h, c, d]`, as parts of one
-    copy.
-    """
+    """`[b, h, s, d]` -> `[n, h, c, d]` for each `[n, c]` of the places, as parts of one copy."""
     tokens = states.transpose(1, 2).flatten(0, 1)  # [b s, h, d]
     copy = tokens[torch.cat([place.flatten() for place in places])]
     ordered = []

@@ -155,9 +155,7 @@ def failure(requirements: Requirements) -> str | None:
 
 
 def reject(dtype: torch.dtype, head_size: int, reason: str) -> None:
-    """Exclude the fused kernels for a dtype and head size in this process, as a failed
-    check does.
-    """
+    """Exclude the fused kernels for a dtype and head size, as a failed check does."""
     _failures[dtype, head_size] = reason
 
 

@@ -239,9 +239,7 @@ class PositionalMethod(nn.Module):
         return None
 
     def table(self, distance: Tensor) -> Tensor | None:
-        """Values for `modify_scores` at the float32 distances `[n]`, of any shape that ends in n,
-        or None.
-        """
+        """Values for `modify_scores` at float32 distances `[n]`, `[..., n]` or None."""
         return None
 
     def mapped_table(self, distance: Tensor) -> Tensor | None:
@@ -293,9 +291,7 @@ class PositionalMethod(nn.Module):
         """
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
-        """Draw the initial parameters. Their values depend only on the generator, not on dtype or
-        device.
-        """
+        """Draw the initial parameters, which depend on the generator, not on dtype or device."""
 
     def bounds(self) -> dict[str, tuple[float, float | None]]:
         """Name -> (lowest, highest value) of the method's own parameters that have bounds; None: no
@@ -306,9 +302,7 @@ class PositionalMethod(nn.Module):
         return {}
 
     def statistics(self) -> dict[str, Tensor]:
-        """Values to log during training: name -> float32 `[h]`, detached and clamped to their
-        bounds.
-        """
+        """Values to log in training: name -> float32 `[h]`, detached and within their bounds."""
         return {}
 
     @torch.no_grad()
@@ -406,9 +400,7 @@ class Bias(PositionalMethod):
 
     @abstractmethod
     def bias(self, distance: Tensor) -> Tensor:
-        """float32 `[h, *distance.shape]`, for float32 distances >= 0 of any shape, in any parameter
-        dtype.
-        """
+        """float32 `[h, *distance.shape]`, for float32 distances >= 0 of any shape."""
 
 
 class ScoreModifier(PositionalMethod):

@@ -312,9 +312,7 @@ class DapeV2Alibi(DapeConvolution):
 
 @register("dape_v2_fire", "fire_dapev2")
 class DapeV2Fire(DapeConvolution):
-    """With FIRE's bias, and its option `threshold`. `mlp_width` is the width of f and of FIRE's
-    MLP.
-    """
+    """With FIRE's bias and its option `threshold`. `mlp_width` is the width of both MLPs."""
 
     def __init__(
         self,

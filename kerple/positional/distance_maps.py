@@ -54,9 +54,7 @@ class DistanceMap:
         return int(getattr(self, "window", 0))
 
     def __call__(self, distance: Tensor) -> Tensor:
-        """The mapped distances, of any shape, in the dtype of `distance`, a
-        floating-point dtype.
-        """
+        """The mapped distances, of the shape and floating-point dtype of `distance`."""
         raise NotImplementedError
 
     def far_positions(
@@ -156,9 +154,7 @@ class Linear(DistanceMap):
 
 @dataclass(frozen=True)
 class Log(DistanceMap):
-    """δ up to `window`, then window * (1 + ln(δ / window)). Not linear, so rotations
-    cannot use it.
-    """
+    """δ up to `window`, then window * (1 + ln(δ / window)), which rotations cannot use."""
 
     piecewise_linear = False
     window: int

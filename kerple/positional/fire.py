@@ -54,9 +54,7 @@ class Fire(ScoreModifier):
         self.second.reset_parameters(generator)
 
     def mapped_table(self, distance: Tensor) -> Tensor:
-        """The mapped distances themselves, `[n]`, because the bias also depends on the query's
-        position.
-        """
+        """The mapped distances `[n]`, because the bias also depends on the query's position."""
         return distance
 
     def pair_bias(

@@ -31,9 +31,7 @@ def positions_on(
 
 
 def cast_together(tensors: Sequence[Tensor], dtype: torch.dtype) -> Sequence[Tensor]:
-    """The tensors in another dtype. Several small ones are cast by two kernels instead of one
-    kernel each.
-    """
+    """The tensors in another dtype: small ones are cast by two kernels, not by one each."""
     if all(tensor.dtype == dtype for tensor in tensors):
         return tensors
     flat = torch.cat([tensor.flatten() for tensor in tensors]).to(dtype)
@@ -235,9 +233,7 @@ def consecutive(positions: Tensor) -> bool:
 
 
 def check_heads(states: Tensor, num_heads: int, method: str) -> None:
-    """Raises ValueError unless queries or scores `[b, h, ...]` have the heads that a method was
-    built for.
-    """
+    """Raises ValueError unless queries or scores `[b, h, ...]` have the method's heads."""
     if states.shape[1] != num_heads:
         raise ValueError(
             f"{method} was built for {num_heads} heads, but {list(states.shape)} has "

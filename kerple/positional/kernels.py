@@ -49,9 +49,7 @@ EXPONENT = Scalar(2.0, exponent=True)
 
 
 class Kernel(NamedTuple):
-    """`value(distance, *scalars)` is elementwise, with broadcasting, in the precision of its
-    arguments.
-    """
+    """`value(distance, *scalars)` is elementwise, in the precision of its arguments."""
 
     scalars: dict[str, Scalar]
     value: Callable[..., Tensor]

@@ -69,9 +69,7 @@ def primary_names() -> tuple[str, ...]:
 
 
 def method_class(name: str) -> type[PositionalMethod]:
-    """The class with this `pos-emb` name. Raises ValueError, with the most similar names, if there
-    is none.
-    """
+    """The class with this `pos-emb` name. Raises ValueError, with similar names, if none has it."""
     if name in _METHODS:
         return _METHODS[name]
     similar = difflib.get_close_matches(name, _METHODS, n=3) or registered_names()

@@ -403,9 +403,7 @@ class XPos(Rotation):
     def _factors(
         self, device: torch.device, queries: Tensor, keys: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """The factors of queries `[s, d]` and keys `[t, d]`, float32, for their positions, int64 or
-        float64.
-        """
+        """The factors of queries `[s, d]` and keys `[t, d]` at their positions, float32."""
         log_zeta = self.log_zeta(device) / self.scale_base
         middle = (queries[0] + queries[-1]).double() / 2
         both = []

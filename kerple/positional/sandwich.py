@@ -1,6 +1,4 @@
-"""Sandwich: the inner products of sinusoidal embeddings, as a fixed bias per head (arXiv
-2212.10356).
-"""
+"""Sandwich: inner products of sinusoidal embeddings as fixed biases (arXiv 2212.10356)."""
 
 import torch
 from torch import Tensor

@@ -1,6 +1,4 @@
-"""T5's relative position bias: a learned value per head and bucket of distances (arXiv
-1910.10683).
-"""
+"""T5's bias: a learned value per head and bucket of distances (arXiv 1910.10683)."""
 
 import math
 

@@ -54,9 +54,7 @@ OPTIONS = ("random_range", "random_length", "random_seed")
 
 @dataclass(frozen=True)
 class RandomPositions:
-    """Maps positions 0, 1, 2 ... to an increasing random sample, without repetition, of `range`
-    positions.
-    """
+    """Maps positions 0, 1, 2 ... to an increasing sample, without repetition, of `range`."""
 
     range: int
     length: int
@@ -77,9 +75,7 @@ class RandomPositions:
             )
 
     def training_positions(self, count: int, step: int, seed: int) -> Tensor:
-        """A sample of `count` positions for a training step of a run with this seed: int64
-        `[count]`.
-        """
+        """The sample of a training step of a run with this seed: int64 `[count]`."""
         self.check(count)
         digest = hashlib.sha256(f"{self.seed} {seed} {step}".encode()).digest()
         return _sample(self.range, count, int.from_bytes(digest[:7], "big"))
@@ -179,9 +175,7 @@ class Randomized(PositionalMethod):
 
     @property
     def segment(self) -> int:
-        """As many queries as have about the range of positions of one of the method's
-        own segments.
-        """
+        """As many queries as have about the range of positions of the method's own segment."""
         length = self.text_length or self.random.length
         if self.training and self.step is not None:
             length = self.step[2]
@@ -432,9 +426,7 @@ class PerLayer(PositionalMethod):
     def trained_options(
         cls, *, methods: Any = ("rotary", "none"), **options: Any
     ) -> dict[str, Any]:
-        """The list as {name: trained options of this method}. Raises ValueError for an invalid
-        list.
-        """
+        """The list with the trained options of each method. Raises ValueError if it is invalid."""
         trained = []
         for name, values in cls.entries(methods):
             trained.append({name: method_class(name).trained_options(**values)})

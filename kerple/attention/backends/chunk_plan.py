@@ -88,9 +88,7 @@ class ChunkPlan:
         return cls(batch, heads, call.kv_heads, s, t, max_kv_len, rows, merges_samples, group_size)
 
     def split(self, states: Tensor) -> list[Tensor]:
-        """`[b, h, s, d]` -> `[n, s, d]` per group. These are views, unless merging samples requires
-        a copy.
-        """
+        """`[b, h, s, d]` -> `[n, s, d]` per group; views, unless merging samples needs a copy."""
         if self.merges_samples:
             return list(states.flatten(0, 1).split(self.group_size))
         parts: list[Tensor] = []
@@ -153,9 +151,7 @@ class ToeplitzTable:
     """
 
     def __init__(self, plan: ChunkPlan, heads: int, fill: float, like: Tensor):
-        """heads: those of the plan, or 1 for a table that all heads share. fill: the value for
-        masked pairs.
-        """
+        """heads: those of the plan, or 1 for a shared table. fill: the value for masked pairs."""
         self.max_kv_len = plan.max_kv_len
         self.margin = plan.rows - 1
         self.width = self.max_kv_len + 2 * self.margin

@@ -80,9 +80,7 @@ class ChunkScores:
         return out
 
     def probabilities(self, first_head: int, products: Tensor, out: Tensor) -> Tensor:
-        """softmax(weight * products + bias), in `out`; `out` is `products` itself if there is no
-        weight.
-        """
+        """softmax(weight * products + bias), in `out`, which is `products` without a weight."""
         self.multiply_weight(first_head, products, out)
         scores, bias = self.bias.align(first_head, out)
         if self.only_causal:

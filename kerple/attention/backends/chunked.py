@@ -75,9 +75,7 @@ def _attend_in_chunks(call: AttentionCall) -> Tensor:
 
 
 def _attend_to_single_query(call: AttentionCall) -> Tensor:
-    """Single-token decoding: one row of scores, whose distances are those of a table in reverse
-    order.
-    """
+    """Single-token decoding: one row of scores, with the distances of a table in reverse."""
     max_kv_len, dtype = call.max_kv_len, call.compute_dtype
     key, value = call.key[:, :, -max_kv_len:], call.value[:, :, -max_kv_len:]
     # The queries of all heads that share a key/value head are the rows of one matrix.
@@ -111,9 +109,7 @@ def _attend_to_single_query(call: AttentionCall) -> Tensor:
 
 
 class _SeededDropout:
-    """Dropout of probabilities that is repeated in the backward pass, chunk by chunk in the same
-    order.
-    """
+    """Dropout of probabilities that both passes repeat, chunk by chunk in the same order."""
 
     def __init__(self, probability: float, seed: int, device: torch.device):
         self.keep = 1.0 - probability

@@ -248,9 +248,7 @@ def _range_products(
     pairs, distance_map = Pairs.of(mode, queries, keys, query.device), mode.distance_map
 
     def products(query_positions: Tensor, key_positions: Tensor) -> tuple[Tensor, Tensor]:
-        """(rotated queries, scale * q.k `[b, h, c, l]` in at least float32) with these
-        positions.
-        """
+        """(rotated queries, scale * q.k `[b, h, c, l]` in at least float32)."""
         states = query, key
         if "rotate" in method.hooks:
             states = mode.rotation(method).rotate(*states, query_positions, key_positions)

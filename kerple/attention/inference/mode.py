@@ -68,9 +68,7 @@ class AttentionMode:
             raise ValueError("reindexed distances are those to sinks, but the mode has none")
 
     def at_length(self, length: int) -> "AttentionMode":
-        """The mode for texts of up to `length` tokens, on which `linear` and
-        `dynamic-ntk` depend.
-        """
+        """For texts of up to `length` tokens, on which `linear` and `dynamic-ntk` depend."""
         distance_map, dynamic_ntk = self.distance_map, self.dynamic_ntk
         if distance_map is None and dynamic_ntk is None:
             return self
@@ -82,9 +80,7 @@ class AttentionMode:
 
     @property
     def length_dependent(self) -> bool:
-        """Whether attention depends on the length of the whole text, so that `at_length` must be
-        called.
-        """
+        """Whether attention depends on the length of the text: call `at_length`."""
         return self.at_length(1) != self
 
     def is_explicit(self, method: PositionalMethod | None) -> bool:

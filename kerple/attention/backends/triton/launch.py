@@ -105,9 +105,7 @@ def empty_outputs(query: Tensor) -> tuple[Tensor, Tensor]:
 def add_margins(
     table: Tensor, factor: float = 1.0, fill: float = 0.0, *, max_kv_len: int
 ) -> Tensor:
-    """`[..., >= max_kv_len]` -> float32 `[..., MARGIN + max_kv_len + MARGIN]`, multiplied by a
-    factor.
-    """
+    """`[..., >= max_kv_len]` -> float32 `[..., MARGIN + max_kv_len + MARGIN]`, times a factor."""
     from kerple.attention.backends.triton.kernels import MARGIN
 
     table = table[..., :max_kv_len].detach().float()
@@ -228,9 +226,7 @@ class Launcher:
         self.flags = {"HAS_TABLE": reads_table, "HAS_WINDOW": self.max_kv_len < self.t}
 
     def _split(self, decay_sums: Tensor) -> tuple[Tensor, Tensor]:
-        """The kernels' `decay` and `bases`, whose sums are the prefix sums `[b, h, t]` in units of
-        log2.
-        """
+        """The kernels' `decay` and `bases`: their sums are the prefix sums in units of log2."""
         from kerple.attention.backends.triton.memory import DECAY_BLOCK
 
         margin, block = self.kernels.MARGIN, DECAY_BLOCK.value
@@ -385,9 +381,7 @@ class Launcher:
         return column_sums
 
     def _sums(self, length: int) -> Tensor:
-        """Space for a number per head and token with a decay; otherwise a tensor that kernels do
-        not write.
-        """
+        """Space for a number per head and token; without a decay, a tensor that is not written."""
         if not self.has_decay:
             return self.query
         return self._new_empty(self.batch, self.heads, length)

@@ -14,9 +14,7 @@ DOCUMENT_TILE = tl.constexpr(ROWS)
 def load_rows(
     base, first, stride, rows, SIZE: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr
 ):
-    """`[ROWS, BLOCK_D]` from row `first`, zero outside rows 0 ... rows-1 and beyond
-    the head size.
-    """
+    """`[ROWS, BLOCK_D]` from row `first`, zero outside rows 0 ... rows-1 and the head size."""
     row = tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK_D)
     pointers = base + tl.cast(first, tl.int64) * stride + row[:, None] * stride + column[None, :]
@@ -32,9 +30,7 @@ def load_rows(
 def store_rows(
     base, first, stride, rows, tile, SIZE: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr
 ):
-    """Store `[ROWS, BLOCK_D]` from row `first`, except for rows >= `rows` and columns beyond the
-    head size.
-    """
+    """Store `[ROWS, BLOCK_D]` from row `first`, except rows >= `rows` and columns >= SIZE."""
     row = tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK_D)
     pointers = base + tl.cast(first, tl.int64) * stride + row[:, None] * stride + column[None, :]
@@ -49,9 +45,7 @@ COMPILED = tl.constexpr(isinstance(store_rows, triton.JITFunction))
 
 @triton.jit
 def load_float32(pointers):
-    """Numbers that a kernel only reads, without the shared memory through which `tl.load` would
-    stage them.
-    """
+    """Numbers that a kernel only reads; `tl.load` would stage them through shared memory."""
     if COMPILED:
         numbers = tl.inline_asm_elementwise(
             "ld.global.nc.f32 $0, [$1];",
@@ -124,9 +118,7 @@ def load_base(bases, position):
 
 @triton.jit
 def store_sums(pointers, sums, mask):
-    """`tl.store` would rearrange the sums in shared memory, for which matrix products would have to
-    wait.
-    """
+    """`tl.store` would rearrange the sums in shared memory, and matrix products would wait."""
     if COMPILED:
         tl.inline_asm_elementwise(
             "{ .reg .pred p; setp.ne.s32 p, $3, 0; @p st.global.f32 [$1], $2; mov.u32 $0, 0; }",

@@ -301,9 +301,7 @@ def _all_gradients(
     ctx: Any,
     needs_table: tuple[bool, bool],
 ) -> tuple[Sequence[Tensor], list[Tensor | None], Tensor | None]:
-    """The gradients of query, key and value, of the tables and coefficients, and of
-    the decay sums.
-    """
+    """The gradients of query, key and value, of tables and coefficients, and of decay sums."""
     counts, rest = ctx.kernel_constants
     saved = ctx.saved_tensors  # may be read only once if activations are recomputed
     grads = backward(
@@ -379,9 +377,7 @@ def _empty_gradients(query: Tensor, key: Tensor) -> list[Tensor]:
 
 
 def _with_contiguous_rows(states: Tensor) -> Tensor:
-    """The kernels require the elements of a row to be contiguous, and int32 offsets of the rows of
-    a tile.
-    """
+    """The kernels require contiguous rows, and int32 offsets of the rows of a tile."""
     if states.stride(-1) == 1 and states.stride(-2) <= MAX_ROW_STRIDE:
         return states
     return states.contiguous()

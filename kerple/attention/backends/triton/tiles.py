@@ -84,9 +84,7 @@ class Gpu:
 
     @classmethod
     def of(cls, device: torch.device) -> "Gpu":
-        """The GPU of a device. For a CPU, where only the interpreter runs the kernels, a Hopper
-        GPU.
-        """
+        """The GPU of a device; for a CPU, where kernels are interpreted, a Hopper GPU."""
         if device.type != "cuda":
             return cls("CPU", 90, 227 * 1024)
         properties = torch.cuda.get_device_properties(device)
