@@ -109,6 +109,8 @@ def main(
         "--json", type=_path, metavar="FILE", help="also write the results to a file"
     )
     options = parser.parse_args(argv)
+
+    # Reject what would fail only after minutes of checks.
     if any(size < 4 or size % 2 for size in options.head_size):
         parser.error("--head-size: rotary methods need even head sizes of at least 4")
     if options.jobs < 1:
@@ -173,6 +175,8 @@ def run_in_processes(
     """
     if jobs == 1:
         return [function(*arguments) for arguments in calls]
+
+    # New processes, because a fork cannot use the GPU of its parent.
     context = multiprocessing.get_context("spawn")
     results: dict[int, Result] = {}
     with ProcessPoolExecutor(jobs, mp_context=context) as pool:
@@ -356,6 +360,7 @@ def print_table(rows: list[list[Check]]) -> None:
         number = notes.setdefault(text, len(notes) + 1)
         return check.cell(f" [{number}]")
 
+    # Columns as wide as their longest cell.
     lines = [["method", *(check.dtype for check in rows[0])]]
     lines += [[row[0].method, *map(cell, row)] for row in rows]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]

@@ -76,6 +76,8 @@ class Attention(nn.Module):
         span = Span(window, block, causal=causal)
         if isinstance(documents, Tensor):
             documents = Documents(documents)
+
+        # What the method computes from the states and their lengths.
         if tables is None:
             tables = self._tables(query, key, span)
         query, key = self._rotated(query, key, documents, causal)
@@ -115,7 +117,7 @@ class Attention(nn.Module):
         check_documents(documents, len(query), s, t, causal)
         if not len(query):
             return query, key
-        positions = documents.positions.cpu()
+        positions = documents.positions.cpu()  # [b, t]
         places = documents.places(slice(offset, t), offset)
         queries, keys = [], []
         for row in range(len(query)):

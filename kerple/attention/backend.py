@@ -44,6 +44,7 @@ class Requirements:
     @classmethod
     def of(cls, *methods: PositionalMethod | None, **others: Any) -> "Requirements":
         """Those of positional methods, and others."""
+        # The union: layers may have different methods.
         hooks: set[str] = set()
         for method in methods:
             if method is not None:

@@ -92,6 +92,7 @@ class Span:
         The mask is built on `device`. A copy from the CPU would synchronize the host with the
         device.
         """
+        # The positions of both, as parts of one range.
         start = min(queries.start, keys.start)
         positions = torch.arange(start, max(queries.stop, keys.stop), device=device)
         query = positions[queries.start - start : queries.stop - start, None]

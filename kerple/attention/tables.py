@@ -86,10 +86,14 @@ def position_tables(
     """
     if method is None:
         return NO_TABLES
+
+    # Those of bias and weight, which the fused backend differentiates by their coefficients.
     bias, weight = tables(method, length, device, causal=causal, distance_map=distance_map)
     bias_jacobian = weight_jacobian = None
     if with_jacobians and distance_map is None:
         bias_jacobian, weight_jacobian = jacobians(method, length, device)
+
+    # The one that the method itself reads in `modify_scores`.
     scores = None
     if "modify_scores" in method.hooks:
         scores = score_table(method, length, device, causal=causal, distance_map=distance_map)

@@ -258,6 +258,7 @@ class PositionalMethod(nn.Module):
         """
         if not chunk.causal or not self.lookahead:
             return self.modify_scores(chunk)
+        # Masked keys at the next positions, which are removed from the result.
         following = torch.arange(self.lookahead, device="cpu") + chunk.key_positions[-1] + 1
         longer = replace(
             chunk,
@@ -316,12 +317,14 @@ class PositionalMethod(nn.Module):
         if "bias" not in self.hooks:
             raise ValueError(f"{type(self).__name__} has no bias, so it has no effective length")
         device = next((parameter.device for parameter in self.parameters()), None)
+        # argmax is 0 both for a bias below the threshold at once and for one that never is.
         below = self.bias(torch.arange(limit, dtype=torch.float32, device=device)) < threshold
         first = below.to(torch.uint8).argmax(dim=1)
         return torch.where(below.any(dim=1), first, limit)
 
     @classmethod
     def _arguments(cls) -> dict[str, inspect.Parameter]:
+        """The constructor's arguments, without *args and **kwargs."""
         named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
         parameters = inspect.signature(cls.__init__).parameters.values()
         arguments = {argument.name: argument for argument in parameters if argument.kind in named}
@@ -360,6 +363,7 @@ class PositionalMethod(nn.Module):
 
         Raises ValueError for an unknown option or an invalid value.
         """
+        # Options are the arguments that are no sizes.
         wrapping = {name: options.pop(name) for name in WRAPPERS if name in options}
         arguments = set(cls._arguments())
         sizes = {field.name for field in fields(ModelShape)}

@@ -82,6 +82,7 @@ class Clip(DistanceMap):
     def far_positions(
         self, query_positions: Tensor, key_positions: Tensor
     ) -> tuple[Tensor, Tensor]:
+        # All far pairs have the same distance.
         query, key = query_positions.double(), key_positions.double()
         return torch.full_like(query, self.window), torch.zeros_like(key)
 
@@ -100,6 +101,7 @@ class Leaky(DistanceMap):
     def far_positions(
         self, query_positions: Tensor, key_positions: Tensor
     ) -> tuple[Tensor, Tensor]:
+        # (i - j) / factor + offset is the mapped distance.
         offset = self.window - self.window / self.factor
         return query_positions.double() / self.factor + offset, key_positions.double() / self.factor
 
@@ -118,6 +120,7 @@ class Group(DistanceMap):
     def far_positions(
         self, query_positions: Tensor, key_positions: Tensor
     ) -> tuple[Tensor, Tensor]:
+        # Positions are divided, not distances, as in the paper.
         query, key = query_positions // self.size, key_positions // self.size
         return (query + self.window - self.window // self.size).double(), key.double()
 

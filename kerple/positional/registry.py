@@ -99,6 +99,7 @@ def place_in_plugin(error: BaseException) -> str | None:
     """The innermost file, line and function of a method outside of this package that an exception
     passed through; None if there is none.
     """
+    # The files of methods that users registered.
     modules = {method.__module__ for method in _METHODS.values()}
     own = [name for name in modules if not name.startswith("kerple.positional.")]
     files = {getattr(sys.modules.get(name), "__file__", None) for name in own}

@@ -171,7 +171,6 @@ class Rotary(Rotation):
         low_freq_factor: float | None = None,
         high_freq_factor: float | None = None,
     ):
-        # Options without an effect are rejected, like invalid ones.
         super().__init__()
         self.rotated = int(head_size * fraction)
         if not 0 < self.rotated <= head_size or self.rotated % 2:
@@ -179,6 +178,8 @@ class Rotary(Rotation):
                 f"rotary rotates pairs of dimensions: head size {head_size} times fraction "
                 f"{fraction} gives {self.rotated}, which is not an even number in 2 ... {head_size}"
             )
+
+        # Options without an effect are rejected, like invalid ones.
         _check_options(
             scaling,
             {
@@ -240,6 +241,7 @@ class Rotary(Rotation):
     def angles_at(self, positions: Tensor) -> Angles:
         if self.dynamic is None or not len(positions):
             return self.angles
+        # Only a text that begins at position 0 has its own length.
         factor, trained_length = self.dynamic
         length = int(positions[-1]) + 1
         if length <= trained_length:
@@ -257,6 +259,7 @@ def _check_options(scaling: str | None, options: Mapping[str, int | float | None
     """Raise ValueError for an unknown scaling, options of another scaling, and invalid values. None
     means not set.
     """
+    # The options that have an effect.
     valid: tuple[str, ...] = ()
     if scaling is not None:
         if scaling not in SCALINGS:
@@ -271,6 +274,7 @@ def _check_options(scaling: str | None, options: Mapping[str, int | float | None
                 f"{name} {value} has no effect with scaling {scaling!r}; it is an option of "
                 f"{scalings}"
             )
+        # Booleans are integers in Python.
         types: tuple[type, ...] = (int, float)
         description = "a number"
         if name in INTEGER_OPTIONS:
@@ -308,6 +312,7 @@ def yarn_frequencies(
     def index(turns: float) -> float:
         return size * math.log(trained_length / (turns * 2 * math.pi)) / (2 * math.log(base))
 
+    # From 0 at the last frequency that stays to 1 at the first that is divided.
     first = max(math.floor(index(beta_fast)), 0)
     last = min(math.ceil(index(beta_slow)), size - 1)
     width = (last - first) or 0.001
@@ -387,7 +392,7 @@ class XPos(Rotation):
         return int(SEGMENT * self.scale_base)
 
     def turn(self, states: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
-        even, odd = states.unflatten(-1, (-1, 2)).unbind(-1)
+        even, odd = states.unflatten(-1, (-1, 2)).unbind(-1)  # [b, h, s, d/2]
         rotated = torch.stack((even * cosine - odd * sine, odd * cosine + even * sine), dim=-1)
         return rotated.flatten(-2).to(states.dtype)
 
@@ -404,11 +409,13 @@ class XPos(Rotation):
         self, device: torch.device, queries: Tensor, keys: Tensor
     ) -> tuple[Tensor, Tensor]:
         """The factors of queries `[s, d]` and keys `[t, d]` at their positions, float32."""
-        log_zeta = self.log_zeta(device) / self.scale_base
+        # Relative to the middle of the queries, so that their own factors stay near 1.
+        log_zeta = self.log_zeta(device) / self.scale_base  # [d/2]
         middle = (queries[0] + queries[-1]).double() / 2
         both = []
         for positions, sign in ((queries, 1), (keys, -1)):
             offsets = sign * (positions_on(positions, device, torch.float64) - middle)
-            powers = torch.threshold((offsets[:, None] * log_zeta).exp(), MIN_FACTOR, 0.0)
+            powers = (offsets[:, None] * log_zeta).exp()  # [s or t, d/2]
+            powers = torch.threshold(powers, MIN_FACTOR, 0.0)
             both.append(powers.float().repeat_interleave(2, dim=-1))
         return both[0], both[1]

@@ -52,6 +52,7 @@ class T5(Bias):
         bidirectional: bool = False,
     ):
         super().__init__()
+        # The buckets of keys up to the query; with `bidirectional`, as many again for later keys.
         self.signed = bidirectional
         self.buckets_before = num_buckets
         if bidirectional:
@@ -65,6 +66,8 @@ class T5(Bias):
             )
         self.scale = math.sqrt(head_size)
         self.weight = nn.Parameter(torch.empty(num_buckets, num_heads))
+
+        # Where the buckets begin, for the search of a distance's bucket.
         starts = bucket_starts(self.buckets_before, max_distance)
         self.last_start = starts[-1]
         self._later_starts_on = DeviceConstant(starts[1:], torch.int64)

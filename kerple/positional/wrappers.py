@@ -135,6 +135,7 @@ class Randomized(PositionalMethod):
                 "random positions are drawn for each training step: call begin_step(step) first, "
                 "or eval() to use the positions for evaluation"
             )
+        # All processes and layers draw the same sample.
         step, seed, length = self.step
         if len(positions) and int(positions[-1]) >= length:
             raise PositionsExceeded(
@@ -187,6 +188,7 @@ class Randomized(PositionalMethod):
 
         Raises PositionsExceeded for more than r distances.
         """
+        # Sampled distances may be any below r, whatever the length of the text.
         self.random.check(distance.shape[-1])
         distances = torch.arange(self.random.range, dtype=torch.float32, device=distance.device)
         if "modify_scores" in self.plain.hooks:
@@ -273,6 +275,8 @@ def build_randomized(
         raise ValueError(
             f"{', '.join(options)}: random positions need random_range, the number to sample from"
         )
+
+    # The method itself, with its own options.
     method = randomized(plain)(**arguments)
     if method.length_dependent:
         raise ValueError(
@@ -280,14 +284,12 @@ def build_randomized(
             "depend on the length of the text; remove the option"
         )
     method.table_hooks = tuple(name for name in ("bias", "weight") if name in method.hooks)
+
+    # Its hooks that use positions. Not `modify_scores` of DAPE without a static bias, and of CoPE
+    # and stick-breaking, which count or order the keys of the text.
     positions = method.hooks & {"embed", "rotate", "bias", "weight", "modify_scores"}
-    # DAPE without a static bias, and CoPE and stick-breaking, which count or order the keys of the
-    # text.
-    counts_keys = (
-        "modify_scores" in positions
-        and not plain.per_pair
-        and plain.table is PositionalMethod.table
-    )
+    has_table = plain.table is not PositionalMethod.table
+    counts_keys = "modify_scores" in positions and not plain.per_pair and not has_table
     if getattr(method, "static", method) is None or counts_keys:
         positions &= {"rotate"}
     if not positions:
@@ -295,6 +297,8 @@ def build_randomized(
             f"random_range: {plain.__name__} has no positions that could be random; remove the "
             "option"
         )
+
+    # A table over distance is looked up for each pair, in both directions or one.
     if method.table_hooks:
         method.hooks = method.hooks - {"bias", "weight"} | {"modify_scores"}
     method.causal_only = method.causal_only or method.signed or "scale_qk" in method.hooks
@@ -333,6 +337,7 @@ class PerLayer(PositionalMethod):
         methods: Sequence[str | Mapping[str, Mapping[str, Any] | None]] = ("rotary", "none"),
     ):
         super().__init__()
+        # All layers check the whole list, so that an error does not depend on the layer.
         entries = self.entries(methods)
         for name, _ in entries:
             cls = method_class(name)
@@ -341,6 +346,8 @@ class PerLayer(PositionalMethod):
                     f"methods contains {name}, which cannot be the method of a layer; use methods "
                     "that act in attention"
                 )
+
+        # The method of this layer.
         name, options = entries[layer % len(entries)]
         shape = ModelShape(num_heads, head_size, hidden_size, num_layers, max_positions, layer)
         method = self.method = build(name, shape, **options)

@@ -52,6 +52,7 @@ def chunked_attention(call: AttentionCall) -> Tensor:
 
 def _attend_in_chunks(call: AttentionCall) -> Tensor:
     """Attention with any scores and masks: autograd recomputes each chunk."""
+    # The queries of a chunk, whose scores are all in memory.
     rows = modify_rows(call.query, call.kv_len)
     if call.query.device.type != "cpu":
         rows = -(-call.q_len // -(-call.q_len // rows))  # chunks of equal size

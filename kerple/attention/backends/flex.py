@@ -80,6 +80,8 @@ def score_mod(
             f"{type(method).__name__} has no bias or weight over distance, so it has no "
             f"score_mod{hint}"
         )
+
+    # Where the queries are among the keys.
     s, t = query.shape[-2], key.shape[-2]
     first = t - s
     if offset is not None:

@@ -125,6 +125,7 @@ class AttentionMode:
         """Why a method does not support this mode, and what to do instead, as the rest of a
         sentence about it.
         """
+        # Two changes of the same rotation.
         special = self.span.sinks or self.distance_map is not None
         if special and method.length_dependent:
             return (
@@ -145,6 +146,8 @@ class AttentionMode:
                 "has no base that dynamic-ntk could change: it needs a rotation of more than 2 "
                 "dimensions, without a scaling or random positions"
             )
+
+        # `attend_in_mode` computes these without a backend, from positions that it chooses.
         if special and "decay" in method.hooks and method.hooks & {"rotate", "scale_qk"}:
             return (
                 "has both a decay and a rotation, which cannot be computed for keys that are not "
@@ -172,6 +175,7 @@ class AttentionMode:
 
         methods, windows: of the layers. name: of the positional method.
         """
+        # The span: a layer's window is narrower than the mode's, or the mode has no effect.
         span = self.span
         widths = [window for window in windows if window is not None]
         if widths:
@@ -201,6 +205,8 @@ class AttentionMode:
 
     @staticmethod
     def _unmapped_reason(method: PositionalMethod, distance_map: DistanceMap) -> str | None:
+        """The same, if the mode maps distances."""
+        # A rotation has two sets of positions, whose differences are the mapped distances.
         name = type(distance_map).__name__.lower()
         if method.turns:
             if distance_map.piecewise_linear:
@@ -209,6 +215,8 @@ class AttentionMode:
                 f"rotates by positions, so distance map {name}, which is not linear, cannot apply; "
                 "use leaky@W,k"
             )
+
+        # A table is read at the mapped distances.
         device = next((parameter.device for parameter in method.parameters()), None)
         has_table = (
             "modify_scores" in method.hooks
@@ -294,6 +302,7 @@ def parse_mode(name: str, train_length: int | None = None) -> Mode:
     Raises ValueError for an unknown name, missing or invalid arguments, and parts that cannot be
     combined.
     """
+    # The span, which comes first.
     match = _SPAN.fullmatch(name)
     if match is None:
         hint = _hint(_suggested_mode(name))
@@ -302,6 +311,8 @@ def parse_mode(name: str, train_length: int | None = None) -> Mode:
             "blockwise@L or sinks@S+W, where the letters are numbers of tokens, e.g. window@512 or "
             "sinks@4+508, followed by modifiers, e.g. +clip@256 (see docs/evaluation.md)"
         )
+
+    # One modifier at a time, at most one of each kind.
     span_name, span = _span(match, name, train_length)
     mode = AttentionMode(span)
     parts: dict[str, str] = {}
@@ -330,11 +341,14 @@ def _suggested_mode(name: str) -> str | None:
     """The mode that the user may have meant, with letters for missing numbers; None if there is no
     such mode.
     """
+    # A comma in the place of the sinks' plus.
     first, plus, rest = name.partition("+")
     key, _, arguments = first.partition("@")
     if key == "sinks":
         sinks, _, window = arguments.partition(",")
         return f"sinks@{sinks or 'S'}+{window or 'W'}"
+
+    # A misspelled span, or a modifier without one.
     spans = difflib.get_close_matches(key, ("full", "window", "blockwise", "sinks"), n=1)
     if spans == ["window"]:
         return f"window@{arguments or 'W'}{plus}{rest}"

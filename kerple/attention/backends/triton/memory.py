@@ -75,6 +75,7 @@ def look_up(
     addresses of a thread become one base plus constants, and pairs at the same distance share a
     load: 18 loads for the 32 pairs of a thread in a 128 x 64 tile with 8 warps.
     """
+    # The ranges begin at ROWS and COLUMNS, which the base subtracts.
     row = tl.arange(ROWS, 2 * ROWS).to(tl.int64)
     column = tl.arange(COLUMNS, 2 * COLUMNS).to(tl.int64)
     if TRANSPOSED:
@@ -140,6 +141,7 @@ def load_document_tile(documents, index, BLOCK: tl.constexpr):
 
     documents: see `launch.document_tiles`.
     """
+    # A tile of the table has several tiles of a smaller kernel.
     parts = DOCUMENT_TILE // BLOCK
     row = documents + index // parts * 5
     first = tl.load(row + 4) + index % parts * BLOCK

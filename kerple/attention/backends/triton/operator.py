@@ -196,6 +196,7 @@ def _backward(
 
     bias_directions: the first of the directions, those of the bias.
     """
+    # Space for the gradients of the states.
     has_table = bias_table is not None or weight_table is not None
     arguments = query, key, value, bias, weight, decay_sums, documents, scale, window
     launcher = Launcher(*arguments, has_table=has_table)
@@ -205,6 +206,7 @@ def _backward(
             part.zero_()
     grad_query, grad_key, grad_value = _of_states(states)
     with without_autocast(query.device):
+        # The kernels of the queries, which also sum the coefficients' gradients, and of the keys.
         grad_context = _with_contiguous_rows(grad_context)
         row_stats = launcher.row_stats(context, grad_context, lse)
         grad_coefficients, row_sums = launcher.query_gradient(
@@ -225,6 +227,8 @@ def _backward(
             if needs_weight:
                 grad_tables += table_gradients([None, weight_table], weight_dense)
         grads = [*states, *(grad for grad in grad_tables if grad is not None), *grad_coefficients]
+
+        # A sum is added to the scores of its query, and subtracted from those of its key.
         if decay_sums is not None:
             grad_sums = -column_sums.to(decay_sums.dtype)
             grad_sums[..., -row_sums.shape[2] :] += row_sums
@@ -302,6 +306,7 @@ def _all_gradients(
     needs_table: tuple[bool, bool],
 ) -> tuple[Sequence[Tensor], list[Tensor | None], Tensor | None]:
     """The gradients of query, key and value, of tables and coefficients, and of decay sums."""
+    # The arguments of `_backward`, in its order.
     counts, rest = ctx.kernel_constants
     saved = ctx.saved_tensors  # may be read only once if activations are recomputed
     grads = backward(
