@@ -420,10 +420,24 @@ def check_tables(call: AttentionCall) -> None:
         ("bias", tables.bias, tables.bias_jacobian),
         ("weight", tables.weight, tables.weight_jacobian),
     ):
+        # A row per head and a column per distance; with causal=False, there may be two halves.
         if table is not None:
-            check_table(call, name, table.shape, length)
+            shape = table.shape
+            fits = len(shape) == 2 or (len(shape) == 3 and shape[0] == 2 and not call.span.causal)
+            if fits and shape[-2] != heads and shape[-2] == call.q_len:
+                raise ValueError(
+                    f"query {list(call.query.shape)} seems to be [b, s, h, d], because the tables "
+                    f"have {shape[-2]} heads; pass query.transpose(1, 2), and the same for key and "
+                    "value"
+                )
+            if not fits or shape[-2] != heads or shape[-1] < length:
+                raise ValueError(
+                    f"{name}_table {list(shape)} must be [{heads}, at least {length}]: a value per "
+                    "head and distance, not per pair of query and key"
+                )
         if jacobian is None:
             continue
+
         # A direction per coefficient, and a column per distance.
         coefficients, directions = jacobian.coefficients.shape, jacobian.directions.shape
         fits = coefficients[:1] == (heads,) and directions[:-1] == coefficients
@@ -437,22 +451,3 @@ def check_tables(call: AttentionCall) -> None:
             f"table {list(tables.scores.shape)} must be [..., at least {length}]: pass "
             f"score_table(method, {length}, device)"
         )
-
-
-def check_table(call: AttentionCall, name: str, shape: torch.Size, length: int) -> None:
-    """Raises ValueError unless a table of this shape has a row per head and a column per
-    distance; with causal=False, there may be two halves.
-    """
-    heads = call.query.shape[1]
-    fits = len(shape) == 2 or (len(shape) == 3 and shape[0] == 2 and not call.span.causal)
-    if fits and shape[-2] == heads and shape[-1] >= length:
-        return
-    if fits and shape[-2] != heads and shape[-2] == call.q_len:
-        raise ValueError(
-            f"query {list(call.query.shape)} seems to be [b, s, h, d], because the tables have "
-            f"{shape[-2]} heads; pass query.transpose(1, 2), and the same for key and value"
-        )
-    raise ValueError(
-        f"{name}_table {list(shape)} must be [{heads}, at least {length}]: a value per head and "
-        "distance, not per pair of query and key"
-    )

@@ -15,8 +15,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kerple.positional.functional import check_not_sharded
-
 
 @dataclass(frozen=True)
 class ModelShape:
@@ -147,8 +145,7 @@ class PositionalMethod(nn.Module):
         length_dependent: whether the result for a token depends on the length of its text. Then
             keys of a shorter text cannot be cached.
         computed: names of tensors that older checkpoints store and this method computes.
-        evaluation_options: options that do not affect the parameters, so evaluation can change
-            them.
+        evaluation_options: options that evaluation can change: they affect no parameters.
     """
 
     hooks: frozenset[str] = frozenset()
@@ -213,11 +210,20 @@ class PositionalMethod(nn.Module):
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """As in nn.Module. Raises ValueError for FSDP2's `fully_shard`, which asks each module for
-        its own parameters, if it has sharded them before.
+        """As in nn.Module. Raises ValueError if FSDP2 would shard the parameters a second time: it
+        would fail without naming the reason.
         """
-        if not recurse:
-            check_not_sharded(self, caller=sys._getframe(1).f_globals["__name__"])
+        # `fully_shard` asks each module for its own parameters.
+        caller = sys._getframe(1).f_globals["__name__"]
+        if not recurse and caller.startswith("torch.distributed.fsdp"):
+            for parameter in self._parameters.values():
+                if type(parameter).__name__ == "DTensor":
+                    raise ValueError(
+                        f"{type(self).__name__}: fully_shard has already sharded this method's "
+                        "parameters with another layer. Layers that share a method cannot be "
+                        "wrapped one by one: wrap only the root module, or give each layer a "
+                        "method of its own"
+                    )
         return super().named_parameters(prefix, recurse, remove_duplicate)
 
     def embed(self, hidden: Tensor, positions: Tensor) -> Tensor:
@@ -387,12 +393,7 @@ class PositionalMethod(nn.Module):
 # Option that is valid for any method -> function of (class, constructor arguments, shape, values of
 # such options) that builds the method with it. Modules that change any method, such as
 # `wrappers.py`, add their options.
-WRAPPERS: dict[
-    str,
-    Callable[
-        [type[PositionalMethod], dict[str, Any], ModelShape, dict[str, Any]], PositionalMethod
-    ],
-] = {}
+WRAPPERS: dict[str, Callable[..., PositionalMethod]] = {}
 
 
 class Bias(PositionalMethod):

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 
 def positions_on(
@@ -240,18 +240,3 @@ def check_heads(states: Tensor, num_heads: int, method: str) -> None:
             f"{states.shape[1]}; queries are [b, h, s, d]: if these are [b, s, h, d], pass "
             "query.transpose(1, 2), and the same for key and value"
         )
-
-
-def check_not_sharded(method: nn.Module, caller: str) -> None:
-    """Raises ValueError if FSDP2, the calling module, would shard the own parameters of a method a
-    second time. It would fail without naming the reason.
-    """
-    if not caller.startswith("torch.distributed.fsdp"):
-        return
-    for parameter in method._parameters.values():
-        if type(parameter).__name__ == "DTensor":
-            raise ValueError(
-                f"{type(method).__name__}: fully_shard has already sharded this method's "
-                "parameters with another layer. Layers that share a method cannot be wrapped one "
-                "by one: wrap only the root module, or give each layer a method of its own"
-            )
