@@ -217,7 +217,8 @@ def without_tf32() -> Iterator[None]:
     """Compute convolutions and matrix products of float32 in float32. PyTorch's default for cuDNN
     is TF32, whose rounding errors exceed the tolerance.
     """
-    cudnn, matmul = torch.backends.cudnn, torch.backends.cuda.matmul
+    cudnn = torch.backends.cudnn
+    matmul = torch.backends.cuda.matmul
     before = cudnn.allow_tf32, matmul.allow_tf32
     try:
         cudnn.allow_tf32 = matmul.allow_tf32 = False

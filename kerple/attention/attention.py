@@ -104,7 +104,8 @@ class Attention(nn.Module):
         if method is None or "rotate" not in method.hooks:
             return query, key
         # Causal queries have the last positions, others the first ones.
-        s, t = query.shape[2], key.shape[2]
+        s = query.shape[2]
+        t = key.shape[2]
         offset = 0
         if causal:
             offset = t - s
@@ -119,7 +120,8 @@ class Attention(nn.Module):
             return query, key
         positions = documents.positions.cpu()  # [b, t]
         places = documents.places(slice(offset, t), offset)
-        queries, keys = [], []
+        queries = []
+        keys = []
         for row in range(len(query)):
             rotated = method.rotate(
                 query[row : row + 1], key[row : row + 1], positions[row, places], positions[row]
@@ -224,7 +226,8 @@ def check_hooks(positional: PositionalMethod | None) -> None:
             "Attention's first argument is a positional method from kerple.positional, not "
             f"{positional!r}; a backend is the second one"
         )
-    name, hooks = type(positional).__name__, positional.hooks
+    name = type(positional).__name__
+    hooks = positional.hooks
     if "modify_scores" in hooks and hooks & {"bias", "weight", "decay", "scale_qk"}:
         raise ValueError(
             f"{name} defines modify_scores, so it must not define bias, weight, decay or scale_qk "

@@ -177,7 +177,9 @@ class AttentionCall:
     @property
     def kind(self) -> Hashable:
         """What the choice of a backend depends on, for a call without documents."""
-        tables, query, span = self.tables, self.query, self.span
+        tables = self.tables
+        query = self.query
+        span = self.span
         directions = []
         for jacobian in (tables.bias_jacobian, tables.weight_jacobian):
             if jacobian is not None:
@@ -208,7 +210,8 @@ class AttentionCall:
 
     def part(self, queries: slice, keys: slice) -> "AttentionCall":
         """This call, without documents, for some of its queries and keys."""
-        decay_sums, key_mask = self.decay_sums, self.key_mask
+        decay_sums = self.decay_sums
+        key_mask = self.key_mask
         if decay_sums is not None:
             decay_sums = decay_sums[..., keys]
         if key_mask is not None:
@@ -242,7 +245,8 @@ class AttentionCall:
             mask = self.span.mask(queries, keys, self.query.device)  # [c, l]
         else:
             # The span counts positions within a document; keys of other documents are masked, too.
-            ids, positions = self.documents.ids, self.documents.positions
+            ids = self.documents.ids
+            positions = self.documents.positions
             places = self.documents.places(queries, self.offset)
             mask = self.span.mask_pairs(positions[:, places, None], positions[:, None, keys])
             is_other = ids[:, places, None] != ids[:, None, keys]
@@ -262,7 +266,8 @@ class AttentionCall:
         else:
             positions = self.documents.positions
             places = self.documents.places(queries, self.offset)
-            query, key = positions[:, places, None], positions[:, None, keys]
+            query = positions[:, places, None]
+            key = positions[:, None, keys]
         farthest = self.max_kv_len - 1
         nearest = -farthest
         if self.span.causal:
@@ -292,7 +297,9 @@ class AttentionCall:
 
 def check_shapes(query: Tensor, key: Tensor, value: Tensor) -> None:
     """Raises ValueError unless the shapes are those of queries, keys and values of attention."""
-    q, k, v = query.shape, key.shape, value.shape
+    q = query.shape
+    k = key.shape
+    v = value.shape
     fits = len(q) == len(k) == len(v) == 4 and k[:3] == v[:3] and (q[0], q[3]) == (k[0], k[3])
     if not fits or not k[1] or q[1] % k[1]:
         raise ValueError(
@@ -304,8 +311,11 @@ def check_shapes(query: Tensor, key: Tensor, value: Tensor) -> None:
 
 def check_states(call: AttentionCall) -> None:
     """Raises ValueError for dtypes, lengths, masks or a dropout probability that do not fit."""
-    query, span, documents = call.query, call.span, call.documents
-    dtype, batch = query.dtype, query.shape[0]
+    query = call.query
+    span = call.span
+    documents = call.documents
+    dtype = query.dtype
+    batch = query.shape[0]
     if not dtype == call.key.dtype == call.value.dtype:
         raise ValueError(
             f"query, key and value differ in dtype: {dtype}, {call.key.dtype}, {call.value.dtype}"
@@ -314,7 +324,9 @@ def check_states(call: AttentionCall) -> None:
         raise ValueError(f"query, key and value are {dtype}; they must be floating-point")
 
     # Positions. Only queries that see every key need no positions of their own.
-    q_len, kv_len, causal = query.shape[2], call.key.shape[2], span.causal
+    q_len = query.shape[2]
+    kv_len = call.key.shape[2]
+    causal = span.causal
     has_positions = causal or span.window is not None
     if not q_len or not kv_len or (has_positions and q_len > kv_len):
         raise ValueError(
@@ -376,7 +388,10 @@ def check_decay(call: AttentionCall, sums: Tensor) -> None:
 
 def check_method(call: AttentionCall, method: PositionalMethod) -> None:
     """Raises ValueError unless tables and decay sums fit the call's method and direction."""
-    hooks, tables, causal, name = method.hooks, call.tables, call.span.causal, type(method).__name__
+    hooks = method.hooks
+    tables = call.tables
+    causal = call.span.causal
+    name = type(method).__name__
     if not causal and method.causal_only:
         raise ValueError(
             f"{name} is defined only for causal attention; with causal=False, use a method that is "
@@ -415,7 +430,9 @@ def check_method(call: AttentionCall, method: PositionalMethod) -> None:
 
 def check_tables(call: AttentionCall) -> None:
     """Raises ValueError for tables that do not cover the heads and distances of the call."""
-    tables, heads, length = call.tables, call.query.shape[1], call.max_kv_len
+    tables = call.tables
+    heads = call.query.shape[1]
+    length = call.max_kv_len
     for name, table, jacobian in (
         ("bias", tables.bias, tables.bias_jacobian),
         ("weight", tables.weight, tables.weight_jacobian),
@@ -439,7 +456,8 @@ def check_tables(call: AttentionCall) -> None:
             continue
 
         # A direction per coefficient, and a column per distance.
-        coefficients, directions = jacobian.coefficients.shape, jacobian.directions.shape
+        coefficients = jacobian.coefficients.shape
+        directions = jacobian.directions.shape
         fits = coefficients[:1] == (heads,) and directions[:-1] == coefficients
         if not fits or directions[-1] < length:
             raise ValueError(

@@ -46,7 +46,8 @@ class Documents:
                 f"document_ids must be integers [b, t], not {ids.dtype} {list(ids.shape)}"
             )
         self.ids = ids.long()
-        self._from_zero, self.queries = positions is None, queries
+        self._from_zero = positions is None
+        self.queries = queries
         self.tiles: DocumentTiles | None = None
         self._groups: dict[int, list[tuple[Tensor, Tensor, int]]] = {}
         if positions is None:
@@ -62,7 +63,8 @@ class Documents:
         moved = Documents(ids, positions)
         if self.queries is not None:
             moved.queries = self.queries.to(device)
-        moved._from_zero, moved._ids_on_cpu = self._from_zero, self._ids_on_cpu
+        moved._from_zero = self._from_zero
+        moved._ids_on_cpu = self._ids_on_cpu
         return moved
 
     @cached_property
@@ -143,10 +145,12 @@ class Documents:
             found = (queries >= 0).nonzero().flatten()
             if not len(found):
                 continue
-            before, end = int(found[0]), int(found[-1]) + 1
+            before = int(found[0])
+            end = int(found[-1]) + 1
             if end - before != len(found):
                 raise ValueError("Documents: the queries of a document must follow each other")
-            queries, keys = queries[before:end] + keys[0] // length * q_len, keys[:end]
+            queries = queries[before:end] + keys[0] // length * q_len
+            keys = keys[:end]
             dropped = 0
             if not self._from_zero:
                 dropped = int(positions[keys[before]]) - before

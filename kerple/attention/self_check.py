@@ -239,7 +239,8 @@ def relative_errors(
             which, _, what = name.partition("_")
             jacobian = jacobians.get(which)
             if jacobian is not None and what == "table":  # it has a gradient only below `dense`
-                result, exact = result[:, : jacobian.dense], exact[:, : jacobian.dense]
+                result = result[:, : jacobian.dense]
+                exact = exact[:, : jacobian.dense]
             norm = exact.norm()
             if jacobian is not None and what == "coefficients":
                 # The terms of a sum over distances may cancel: its error is relative to at least
@@ -312,10 +313,12 @@ def small_call(call: AttentionCall) -> AttentionCall:
 
     Random numbers are added to the tables, so that each distance and head has its own value.
     """
-    heads, head_size = call.query.shape[1], call.query.shape[3]
+    heads = call.query.shape[1]
+    head_size = call.query.shape[3]
     q_len, kv_len = Q_LEN, KV_LEN
     if not Variant.of(call).aligned:
-        q_len, kv_len = Q_LEN - ODD, KV_LEN - ODD
+        q_len = Q_LEN - ODD
+        kv_len = KV_LEN - ODD
     documents = None
     if call.documents is not None:
         # Two documents, one of more than a tile.

@@ -66,7 +66,8 @@ def check_kernels(
     backend does not support these calls on the device.
     """
     # The windows and lengths of the calls, which have different kernels.
-    spans, lengths = [Span()], [self_check.KV_LEN]
+    spans = [Span()]
+    lengths = [self_check.KV_LEN]
     if windowed or not training:
         spans.append(Span(window=self_check.WINDOW))
     if not training:

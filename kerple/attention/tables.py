@@ -197,7 +197,8 @@ def score_table(
         return method.mapped_table(distance_map(distance))
 
     # A half for keys up to the query, and one for keys after it.
-    before, after = method.table(distance), method.table(-distance)
+    before = method.table(distance)
+    after = method.table(-distance)
     if before is None or after is None:
         return None
     return torch.stack((before, after))
@@ -210,7 +211,8 @@ def lookup(table: Tensor, distance: Tensor) -> Tensor:
     """
     has_batch = distance.dim() == 3
     if table.dim() == 3:
-        before, after = lookup(table[0], distance), lookup(table[1], distance)
+        before = lookup(table[0], distance)
+        after = lookup(table[1], distance)
         follows = distance < 0
         if has_batch:
             follows = follows[:, None]

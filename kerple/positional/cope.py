@@ -43,7 +43,9 @@ class Cope(ScoreModifier):
         # Summing backwards from the query keeps the small sums exact; the large ones are clamped
         # anyway.
         positions = gates.flip(-1).cumsum(-1).flip(-1).clamp(max=self.pos_emb.shape[1] - 1)
-        below, above = positions.detach().long(), positions.detach().ceil().long()
+        below = positions.detach().long()
+        above = positions.detach().ceil().long()
         products = chunk.query.to(scores.dtype) @ self.pos_emb.to(scores.dtype)
-        low, high = products.gather(-1, below), products.gather(-1, above)
+        low = products.gather(-1, below)
+        high = products.gather(-1, above)
         return scores + torch.lerp(low, high, positions - below)

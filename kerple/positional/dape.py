@@ -137,9 +137,11 @@ class Adaptive(ScoreModifier):
         check_heads(chunk.scores, self.num_heads, "DAPE")
         positions = chunk.query_positions, chunk.key_positions
         # Keys after the query have the same distances as keys before it, and are not hidden.
-        after, hidden_mask = chunk.table, chunk.mask
+        after = chunk.table
+        hidden_mask = chunk.mask
         if chunk.causal:
-            after, hidden_mask = None, self.hidden_mask(chunk.mask, *positions)
+            after = None
+            hidden_mask = self.hidden_mask(chunk.mask, *positions)
         bias = None
         if isinstance(self.static, Fire):
             bias = self.static.pair_bias(*positions, chunk.scores, chunk.table, chunk.causal)
@@ -152,10 +154,12 @@ class Adaptive(ScoreModifier):
         `apply_weight`, for each layer.
         """
         if bias is not None and self.variant == "Add_Residual":
-            scores, bias = scores + bias, None
+            scores = scores + bias
+            bias = None
         parameters = *self.first.weight_and_bias(), *self.second.weight_and_bias()
         weight_1, offset_1, weight_2, offset_2 = cast_together(parameters, scores.dtype)
-        offset_1, offset_2 = offset_1[:, None, None], offset_2[:, None, None]
+        offset_1 = offset_1[:, None, None]
+        offset_2 = offset_2[:, None, None]
         if bias is not None:
             # The bias is multiplied by its own columns of the weight, so it is not repeated along
             # the batch.

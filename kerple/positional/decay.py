@@ -120,7 +120,8 @@ def append_decay(
         scale: factor of q.k.
     """
     # The columns of the sums: those of each head's keys, and those of its queries.
-    group, parts = query.shape[1] // key.shape[1], PARTS[key.dtype]
+    group = query.shape[1] // key.shape[1]
+    parts = PARTS[key.dtype]
     sums = sums / (scale * FACTOR)
     by_kv_head = sums.unflatten(1, (-1, group)).transpose(2, 3)  # [b, g, t, group]
     key_columns = _split(-by_kv_head, key.dtype, parts).flatten(-2)

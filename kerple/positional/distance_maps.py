@@ -83,7 +83,8 @@ class Clip(DistanceMap):
         self, query_positions: Tensor, key_positions: Tensor
     ) -> tuple[Tensor, Tensor]:
         # All far pairs have the same distance.
-        query, key = query_positions.double(), key_positions.double()
+        query = query_positions.double()
+        key = key_positions.double()
         return torch.full_like(query, self.window), torch.zeros_like(key)
 
 
@@ -121,7 +122,8 @@ class Group(DistanceMap):
         self, query_positions: Tensor, key_positions: Tensor
     ) -> tuple[Tensor, Tensor]:
         # Positions are divided, not distances, as in the paper.
-        query, key = query_positions // self.size, key_positions // self.size
+        query = query_positions // self.size
+        key = key_positions // self.size
         return (query + self.window - self.window // self.size).double(), key.double()
 
 

@@ -41,9 +41,12 @@ class Fire(ScoreModifier):
             raise ValueError(
                 f"threshold {threshold}: FIRE's threshold is a number of tokens above 0"
             )
-        self.num_heads, self.threshold = num_heads, float(threshold)
-        self.c, self.m = nn.Parameter(torch.empty(1)), nn.Parameter(torch.empty(1))
-        self.first, self.second = MLPLayer(1, mlp_width), MLPLayer(mlp_width, num_heads)
+        self.num_heads = num_heads
+        self.threshold = float(threshold)
+        self.c = nn.Parameter(torch.empty(1))
+        self.m = nn.Parameter(torch.empty(1))
+        self.first = MLPLayer(1, mlp_width)
+        self.second = MLPLayer(mlp_width, num_heads)
         self.reset_parameters()
 
     @torch.no_grad()
@@ -81,7 +84,8 @@ class Fire(ScoreModifier):
             distance = (query[:, None] - key).abs_()
         else:
             mapped = mapped.to(like.dtype)
-            distance, query = by_pair(mapped, query_positions, key_positions), mapped[query.long()]
+            distance = by_pair(mapped, query_positions, key_positions)
+            query = mapped[query.long()]
         later = query[:, None]
         if not causal:
             later = torch.maximum(later, key)

@@ -177,7 +177,8 @@ class Angles:
             even = torch.arange(0, self.size, 2, dtype=self.dtype, device=positions.device)
             values = 1.0 / self.base ** (even / self.size)
         angles = positions.to(self.dtype)[:, None] * values  # [s, n/2]
-        cosines, sines = angles.cos() * self.scale, angles.sin() * self.scale
+        cosines = angles.cos() * self.scale
+        sines = angles.sin() * self.scale
         return cosines.float().to(device), sines.float().to(device)
 
 

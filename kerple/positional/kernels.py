@@ -104,7 +104,8 @@ def parse_sum(text: str) -> tuple[Term, ...]:
                 "Differences and products of kernels are not conditionally positive definite; to "
                 "multiply the scores by a kernel, use the option weight"
             )
-        name, factor = match["kernel"], float(match["factor"] or 1.0)
+        name = match["kernel"]
+        factor = float(match["factor"] or 1.0)
         if name not in KERNELS:
             similar = difflib.get_close_matches(name, KERNELS, n=3) or KERNELS
             raise ValueError(

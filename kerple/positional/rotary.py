@@ -124,7 +124,8 @@ class _HalfSplit(torch.autograd.Function):
         half = cosine.shape[-1]
         exact = states.to(torch.promote_types(states.dtype, torch.float32))
         rotated = torch.empty(states.shape, dtype=exact.dtype, device=states.device)
-        first, second = exact[..., :half], exact[..., half : 2 * half]
+        first = exact[..., :half]
+        second = exact[..., half : 2 * half]
         # On a CPU, writing into the result takes a third of the time of adding two products.
         torch.mul(first, cosine, out=rotated[..., :half]).addcmul_(second, sine, value=-1)
         torch.mul(second, cosine, out=rotated[..., half : 2 * half]).addcmul_(first, sine)
@@ -217,19 +218,23 @@ class Rotary(Rotation):
         elif scaling == "ntk":
             scaled = default_frequencies(self.rotated, ntk_base(base, factor, self.rotated))
         elif scaling == "yarn":
-            fast, slow = _default(beta_fast, 32.0), _default(beta_slow, 1.0)
+            fast = _default(beta_fast, 32.0)
+            slow = _default(beta_slow, 1.0)
             scaled = yarn_frequencies(self.rotated, base, factor, length, fast, slow)
             # Multiplies cosines and sines of both queries and keys.
             scale = _default(attention_factor, 0.1 * math.log(factor) + 1.0)
         elif scaling == "llama3":
-            low, high = _default(low_freq_factor, 1.0), _default(high_freq_factor, 4.0)
+            low = _default(low_freq_factor, 1.0)
+            high = _default(high_freq_factor, 4.0)
             scaled = llama3_frequencies(self.rotated, base, factor, length, low, high)
         elif scaling == "dynamic":
             self.dynamic = factor, length
 
         # What inference modes and attention read.
-        self.interpolated, self.score_scale = scaling is not None, scale**2
-        self.length_dependent, self.turns = self.dynamic is not None, self.dynamic is None
+        self.interpolated = scaling is not None
+        self.score_scale = scale**2
+        self.length_dependent = self.dynamic is not None
+        self.turns = self.dynamic is None
         if scaled is not None:
             self.angles = Angles(self.rotated, base, frequencies=scaled, scale=scale)
 
@@ -278,7 +283,8 @@ def _check_options(scaling: str | None, options: Mapping[str, int | float | None
         types: tuple[type, ...] = (int, float)
         description = "a number"
         if name in INTEGER_OPTIONS:
-            types, description = (int,), "an integer"
+            types = (int,)
+            description = "an integer"
         if not isinstance(value, types) or isinstance(value, bool) or value < 0:
             raise ValueError(f"{name} {value!r} must be {description} >= 0")
     factor = options["factor"]

@@ -28,7 +28,9 @@ class Sandwich(Bias):
                 "sandwich needs an even number of dimensions and a base above 1; got dimensions "
                 f"{dimensions}, base {base}"
             )
-        self.num_heads, self.dimensions, self.base = num_heads, dimensions, float(base)
+        self.num_heads = num_heads
+        self.dimensions = dimensions
+        self.base = float(base)
 
     def bias(self, distance: Tensor) -> Tensor:
         # float64, because the angles reach 65,536 and many of them are summed. The heads share the

@@ -75,8 +75,11 @@ class TransformerXL(ScoreModifier):
 
     def modify_scores(self, chunk: Chunk) -> Tensor:
         assert chunk.table is not None  # `table` above never returns None
-        scores, queries, keys = chunk.scores, chunk.query_positions, chunk.key_positions
-        table, after = chunk.table, None
+        scores = chunk.scores
+        queries = chunk.query_positions
+        keys = chunk.key_positions
+        table = chunk.table
+        after = None
         if not chunk.causal:
             table, after = table.unbind()
         # `rotate` has added u to the query, which becomes q + v.

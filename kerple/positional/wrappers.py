@@ -217,7 +217,9 @@ class Randomized(PositionalMethod):
             )
 
         # Bias and weight of each pair, from the table of all distances.
-        table, scores, after = chunk.table, chunk.scores, None
+        table = chunk.table
+        scores = chunk.scores
+        after = None
         assert table is not None
         if not chunk.causal:
             after = table
@@ -246,7 +248,8 @@ def randomized(plain: type[PositionalMethod]) -> type[Randomized]:
         shift_invariant = False
 
     method: type[Randomized] = RandomizedMethod
-    method.plain, method.hooks = plain, plain.hooks
+    method.plain = plain
+    method.hooks = plain.hooks
     method.__name__ = method.__qualname__ = f"Randomized{plain.__name__}"
     method.__module__ = plain.__module__
     _CLASSES[plain] = method
@@ -353,10 +356,15 @@ class PerLayer(PositionalMethod):
         method = self.method = build(name, shape, **options)
 
         # What the method is, for attention and inference modes.
-        self.hooks, self.causal_only, self.signed = method.hooks, method.causal_only, method.signed
-        self.per_pair, self.shift_invariant = method.per_pair, method.shift_invariant
-        self.lookahead, self.length_dependent = method.lookahead, method.length_dependent
-        self.turns, self.interpolated = method.turns, method.interpolated
+        self.hooks = method.hooks
+        self.causal_only = method.causal_only
+        self.signed = method.signed
+        self.per_pair = method.per_pair
+        self.shift_invariant = method.shift_invariant
+        self.lookahead = method.lookahead
+        self.length_dependent = method.length_dependent
+        self.turns = method.turns
+        self.interpolated = method.interpolated
         self.score_scale = method.score_scale
 
     # Its hooks, and what else it computes.

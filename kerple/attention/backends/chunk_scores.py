@@ -32,7 +32,8 @@ class ChunkScores:
 
     def __init__(self, plan: ChunkPlan, call: AttentionCall, like: Tensor):
         self.scale = call.scale
-        bias, weight = call.tables.bias, call.tables.weight
+        bias = call.tables.bias
+        weight = call.tables.weight
         # On a CPU, float32 numbers that are almost zero are treated as zero; see MIN_SCORE.
         avoids_denormals = like.device.type == "cpu" and like.dtype == torch.float32
         if weight is not None and avoids_denormals:
@@ -85,7 +86,8 @@ class ChunkScores:
         scores, bias = self.bias.align(first_head, out)
         if self.only_causal:
             rows = out.shape[1]
-            scores, bias = scores[..., -rows:], bias[..., -rows:]
+            scores = scores[..., -rows:]
+            bias = bias[..., -rows:]
         scores.add_(bias)
         if self.may_be_empty:
             is_empty = out.amax(dim=-1, keepdim=True) == float("-inf")

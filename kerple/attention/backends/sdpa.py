@@ -40,7 +40,8 @@ def sdpa_attention(call: AttentionCall) -> Tensor:
 
 def _attend_with_mask(call: AttentionCall, first: int, last: int) -> Tensor:
     """The queries `first` ... last-1, with a mask that contains the bias: `[b, h, c, v]`."""
-    query, bias_table = call.query[:, :, first:last], call.tables.bias
+    query = call.query[:, :, first:last]
+    bias_table = call.tables.bias
     queries = slice(call.offset + first, call.offset + last)
     keys = call.keys(queries)
     mask = call.mask(queries, keys)

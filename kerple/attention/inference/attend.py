@@ -66,12 +66,15 @@ def attend_in_mode(
     # Exported models pass a scale, and have sums in their keys.
     if "decay" in method.hooks and decay_sums is None and scale is None:
         raise ValueError(f"{type(method).__name__} has a decay: pass decay_sums")
-    s, t, device = query.shape[2], key.shape[2], query.device
+    s = query.shape[2]
+    t = key.shape[2]
+    device = query.device
     if start is None:
         start = t - s
     if scale is None:
         scale = query.shape[3] ** -0.5
-    total, missing = start + s, missing_keys(mode, start, s, t)
+    total = start + s
+    missing = missing_keys(mode, start, s, t)
     if tables_at is None:
 
         def tables_at(first: int, end: int) -> tuple[Tensor | None, Tensor | None]:
@@ -105,7 +108,9 @@ def attend_in_mode(
 
 def key_ranges(mode: AttentionMode, queries: range) -> list[range]:
     """The positions of the keys that a chunk of queries attends to, some of which may be masked."""
-    sinks, first_key, end = mode.span.sinks, mode.span.first_key(queries.start), queries.stop
+    sinks = mode.span.sinks
+    first_key = mode.span.first_key(queries.start)
+    end = queries.stop
     if sinks == 0:
         return [range(first_key, end)]
     if first_key <= sinks and not mode.reindexed:
@@ -120,7 +125,8 @@ def missing_keys(mode: AttentionMode, start: int, s: int, t: int) -> int:
 
     Raises ValueError if there are more keys than positions, and if a query sees a missing key.
     """
-    sinks, missing = mode.span.sinks, start + s - t
+    sinks = mode.span.sinks
+    missing = start + s - t
     if start < 0 or missing < 0:
         raise ValueError(
             f"{s} queries from position {start} on, and {t} keys: there must be at least {s} keys, "
@@ -171,7 +177,8 @@ class Pairs(NamedTuple):
             # In the cache, the query has the last of sinks + window positions, and the sinks have
             # the first ones.
             query_positions = query_positions.clamp(max=span.max_kv_len(queries.stop) - 1)
-        query, key = positions_on(query_positions, device), positions_on(key_positions, device)
+        query = positions_on(query_positions, device)
+        key = positions_on(key_positions, device)
         distance = (query[:, None] - key).masked_fill(mask, 0)
         return cls(mask, query_positions, key_positions, distance)
 
@@ -245,7 +252,8 @@ def _range_products(
     keys: range,
     scale: float,
 ) -> _Range:
-    pairs, distance_map = Pairs.of(mode, queries, keys, query.device), mode.distance_map
+    pairs = Pairs.of(mode, queries, keys, query.device)
+    distance_map = mode.distance_map
 
     def products(query_positions: Tensor, key_positions: Tensor) -> tuple[Tensor, Tensor]:
         """(rotated queries, scale * q.k `[b, h, c, l]` in at least float32)."""
@@ -271,7 +279,8 @@ def _range_products(
 
 def _joined(sinks: _Range, window: _Range, missing: int) -> _Range:
     """Both ranges, with `missing` masked keys between them, and without distances."""
-    first, second = sinks.pairs, window.pairs
+    first = sinks.pairs
+    second = window.pairs
     between = first.key_positions[-1] + 1 + torch.arange(missing, device="cpu")
     return window._replace(
         scores=torch.cat((F.pad(sinks.scores, (0, missing)), window.scores), dim=-1),
@@ -285,9 +294,11 @@ def _joined(sinks: _Range, window: _Range, missing: int) -> _Range:
 def _modified(part: _Range, method: PositionalMethod, mode: AttentionMode) -> Tensor:
     """The method's final scores."""
     pairs = part.pairs
-    first, end = 0, int(pairs.query_positions[-1]) + 1
+    first = 0
+    end = int(pairs.query_positions[-1]) + 1
     if method.shift_invariant:  # its table need not begin at distance 0
-        first, end = pairs.nearest, pairs.farthest + 1
+        first = pairs.nearest
+        end = pairs.farthest + 1
     device = part.scores.device
     table = score_table(method, end, device, distance_map=mode.distance_map, first=first)
     positions = pairs.query_positions - first, pairs.key_positions

@@ -69,7 +69,8 @@ class AttentionMode:
 
     def at_length(self, length: int) -> "AttentionMode":
         """For texts of up to `length` tokens, on which `linear` and `dynamic-ntk` depend."""
-        distance_map, dynamic_ntk = self.distance_map, self.dynamic_ntk
+        distance_map = self.distance_map
+        dynamic_ntk = self.dynamic_ntk
         if distance_map is None and dynamic_ntk is None:
             return self
         return replace(

@@ -47,7 +47,8 @@ def fused_attention(call: AttentionCall) -> Tensor:
         tables = prepare_tables(tables, call.query.shape[1], call.max_kv_len, call.query.device)
     assert tables.kernel is not None
     query = _with_contiguous_rows(call.query)
-    key, value = _with_contiguous_rows(call.key), _with_contiguous_rows(call.value)
+    key = _with_contiguous_rows(call.key)
+    value = _with_contiguous_rows(call.value)
     constants = call.scale, call.span.window
     documents: list[Tensor] = []
     if call.documents is not None:
@@ -73,12 +74,15 @@ def prepare_tables(
 
     Layers that share the result do not repeat this. Requires Triton.
     """
-    bias, weight = tables.bias, tables.weight
+    bias = tables.bias
+    weight = tables.weight
     of_bias = _used_jacobian(bias, tables.bias_jacobian)
     of_weight = _used_jacobian(weight, tables.weight_jacobian)
     used = [jacobian for jacobian in (of_bias, of_weight) if jacobian is not None]
     if sum(jacobian.coefficients.shape[1] for jacobian in used) > MAX_DIRECTIONS:
-        of_bias, of_weight, used = None, None, []
+        of_bias = None
+        of_weight = None
+        used = []
 
     # The directions of all coefficients, and of which table they are. Below `dense`, a direction is
     # not valid, and the table has its own gradient.
@@ -94,14 +98,17 @@ def prepare_tables(
         directions = add_margins(stacked, max_kv_len=max_kv_len).contiguous()
     bias_coefficients = weight_coefficients = bias_dense = weight_dense = None
     if of_bias is not None:
-        bias_coefficients, bias_dense = of_bias.coefficients, of_bias.dense
+        bias_coefficients = of_bias.coefficients
+        bias_dense = of_bias.dense
     if of_weight is not None:
-        weight_coefficients, weight_dense = of_weight.coefficients, of_weight.dense
+        weight_coefficients = of_weight.coefficients
+        weight_dense = of_weight.dense
 
     # The values. Without a bias, the margins of zeros still are the mask.
     values, kernel_weight, rows = bias, None, 1
     if weight is not None:
-        kernel_weight, rows = add_margins(weight, max_kv_len=max_kv_len), heads
+        kernel_weight = add_margins(weight, max_kv_len=max_kv_len)
+        rows = heads
     if values is None:
         values = torch.zeros(rows, max_kv_len, device=device)
     kernel = KernelTables(

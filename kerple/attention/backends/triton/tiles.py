@@ -134,7 +134,8 @@ def tiles_for(
     square = Tile(64, 64, 8, 2)
     query = Tile(128, 64, 8, 2)
     if major == 9 and small:
-        forward, square = Tile(128, 64, 4, 3), Tile(64, 64, 4, 2)
+        forward = Tile(128, 64, 4, 3)
+        square = Tile(64, 64, 4, 2)
         if weight:
             forward = Tile(128, 64, 8, 3)
         return Tiles(forward, Tile(64, 128, 8, 2), query, square, kib=64)
@@ -150,14 +151,18 @@ def tiles_for(
     # mma.sync.
     forward = Tile(128, 64, 8, 3)
     if small:
-        key_value, square = Tile(64, 128, 8, 3), Tile(64, 64, 4, 2)
+        key_value = Tile(64, 128, 8, 3)
+        square = Tile(64, 64, 4, 2)
         if grouped and documents:
             key_value = Tile(32, 128, 8, 2)
         return Tiles(forward, key_value, forward, square, kib=64, skip_mask=False)
-    key_value, kib = Tile(64, 64, 8, 2), 96
+    key_value = Tile(64, 64, 8, 2)
+    kib = 96
     if gpu.shared_memory >= 112 * 1024:
-        key_value, kib = Tile(128, 64, 8, 2), 112
-    query, square = Tile(128, 32, 8, 3), Tile(32, 32, 4, 2)
+        key_value = Tile(128, 64, 8, 2)
+        kib = 112
+    query = Tile(128, 32, 8, 3)
+    square = Tile(32, 32, 4, 2)
     return Tiles(forward, key_value, query, square, kib=kib, skip_mask=False)
 
 
