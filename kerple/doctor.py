@@ -203,6 +203,7 @@ def _devices() -> list[torch.device]:
     """The first GPU of each kind; the CPU if there is no GPU."""
     if not torch.cuda.is_available():
         return [torch.device("cpu")]
+    # GPUs of the same name are expected to behave the same.
     kinds: dict[str, torch.device] = {}
     for index in range(torch.cuda.device_count()):
         kinds.setdefault(torch.cuda.get_device_name(index), torch.device("cuda", index))
@@ -257,9 +258,33 @@ def check_method(name: str, device: torch.device, dtype: torch.dtype, head_size:
             return _check_fused(check, method, device, dtype)
 
         def measure(dtype: torch.dtype) -> dict[str, float]:
+            """The errors of a call with the method's tables, and with decays if it has any. Queries
+            and keys are those after its `rotate`.
+            """
             errors: dict[str, float] = {}
+            query = torch.empty(1, HEADS, KV_LEN, head_size, dtype=dtype, device=device)
+            tables = position_tables(method, KV_LEN, device)
+            sums = None
+            if requirements.decay:
+                sums = query.new_zeros(1, HEADS, KV_LEN, dtype=torch.float64)
             for kv_heads, backend in itertools.product(KV_HEADS, backends):
-                call = _small_call(method, device, dtype, head_size, kv_heads)
+                key = query[:, :kv_heads]
+                call = AttentionCall(
+                    query=query,
+                    key=key,
+                    value=key,
+                    scale=head_size**-0.5,
+                    method=method,
+                    tables=tables,
+                    decay_sums=sums,
+                )
+                call = small_call(call)
+                positions = torch.arange(call.kv_len, device="cpu")
+                with torch.no_grad():
+                    rotated = method.rotate(
+                        call.query, call.key, positions[call.offset :], positions
+                    )
+                call = replace(call, query=rotated[0], key=rotated[1])
                 compared = BACKENDS[backend], BACKENDS["reference"]
                 errors = _largest(errors, relative_errors(call, *compared, gradients=True))
             return errors
@@ -308,37 +333,6 @@ def _largest(errors: dict[str, float], others: dict[str, float]) -> dict[str, fl
     for name, error in others.items():
         largest[name] = max(errors.get(name, 0.0), error)
     return largest
-
-
-def _small_call(
-    method: PositionalMethod,
-    device: torch.device,
-    dtype: torch.dtype,
-    head_size: int,
-    kv_heads: int,
-) -> AttentionCall:
-    """A call with the method's tables, with decays if it has any, and with queries and keys after
-    its `rotate`.
-    """
-    query = torch.empty(1, HEADS, KV_LEN, head_size, dtype=dtype, device=device)
-    key = query[:, :kv_heads]
-    sums = None
-    if "decay" in method.hooks:
-        sums = query.new_zeros(1, HEADS, KV_LEN, dtype=torch.float64)
-    call = AttentionCall(
-        query=query,
-        key=key,
-        value=key,
-        scale=head_size**-0.5,
-        method=method,
-        tables=position_tables(method, KV_LEN, device),
-        decay_sums=sums,
-    )
-    call = small_call(call)
-    positions = torch.arange(call.kv_len, device="cpu")
-    with torch.no_grad():
-        query, key = method.rotate(call.query, call.key, positions[call.offset :], positions)
-    return replace(call, query=query, key=key)
 
 
 def print_table(rows: list[list[Check]]) -> None:

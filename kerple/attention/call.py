@@ -227,7 +227,7 @@ class AttentionCall:
 
     def keys(self, queries: slice) -> slice:
         """The keys that the queries at these positions may attend to."""
-        # Documents are anywhere in the row.
+        # Documents are anywhere in the row, so their windows say nothing about it.
         window = None
         first = 0
         if self.documents is None:

@@ -84,6 +84,7 @@ class Documents:
         range of tokens at the positions from 0 on; otherwise None.
         """
         ids = self._ids_on_cpu
+        # A range begins where the document differs from that of the token before.
         begins = torch.ones_like(ids, dtype=torch.bool)
         begins[:, 1:] = ids[:, 1:] != ids[:, :-1]
         row, first = begins.nonzero().unbind(1)
@@ -145,6 +146,7 @@ class Documents:
             found = (queries >= 0).nonzero().flatten()
             if not len(found):
                 continue
+            # Keys before the first query, and those up to the last one.
             before = int(found[0])
             end = int(found[-1]) + 1
             if end - before != len(found):
@@ -171,6 +173,7 @@ def document_positions(document_ids: Tensor) -> Tensor:
     """The position of each token in its document, int64 `[b, t]`, for document ids `[b, t]`."""
     order = document_ids.argsort(dim=1, stable=True)
     ids = document_ids.gather(1, order)
+    # In the order of documents, the position is the distance to the document's first token.
     index = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
     begins = torch.ones_like(ids, dtype=torch.bool)
     begins[:, 1:] = ids[:, 1:] != ids[:, :-1]

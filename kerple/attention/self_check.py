@@ -200,15 +200,26 @@ def ensure_checked(
     if not can_check(call.query):
         return None
 
+    # Compare the kernels with the baseline in a small call.
     subject = ", ".join(part for part in (device_name(device), name, str(variant)) if part)
-    verdict = _check(call, fused, baseline, subject, variant.gradients)
+    started = time.perf_counter()
+    errors: dict[str, float] = {}
+    try:
+        with torch.inference_mode(False):
+            errors = relative_errors(small_call(call), fused, baseline, gradients=variant.gradients)
+        problem = wrong_result(errors, variant.dtype)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # a kernel that does not compile, or that the GPU rejects
+        problem = describe(error)
+    verdict = Verdict(subject, errors, problem, time.perf_counter() - started)
     if not verdict.errors:
-        error = _gpu_error(device)
-        if error is not None:
+        gpu_error = _gpu_error(device)
+        if gpu_error is not None:
             raise RuntimeError(
                 f"{verdict}. This process can no longer use the GPU. Start it again with "
                 "attention-backend chunked"
-            ) from error
+            ) from gpu_error
 
     # Remember the result; a check with gradients covers calls without them.
     if verdict.failure is not None:
@@ -367,23 +378,6 @@ def small_call(call: AttentionCall) -> AttentionCall:
         span=span,
         dropout_p=0.0,
     ).validate()
-
-
-def _check(
-    call: AttentionCall, fused: Backend, baseline: Backend, subject: str, gradients: bool
-) -> Verdict:
-    started = time.perf_counter()
-    errors: dict[str, float] = {}
-    problem = None
-    try:
-        with torch.inference_mode(False):
-            errors = relative_errors(small_call(call), fused, baseline, gradients=gradients)
-        problem = wrong_result(errors, call.query.dtype)
-    except torch.OutOfMemoryError:
-        raise
-    except Exception as error:  # a kernel that does not compile, or that the GPU rejects
-        problem = describe(error)
-    return Verdict(subject, errors, problem, time.perf_counter() - started)
 
 
 def describe(error: Exception) -> str:

@@ -24,7 +24,7 @@ class Sinusoidal(PositionalMethod):
         self.angles = Angles(hidden_size, base)
 
     def embed(self, hidden: Tensor, positions: Tensor) -> Tensor:
-        cosine, sine = self.angles(positions, hidden.device)
+        cosine, sine = self.angles(positions, hidden.device)  # [s, e/2]
         return hidden + torch.cat((sine, cosine), dim=-1).to(hidden.dtype)
 
 

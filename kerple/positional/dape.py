@@ -153,9 +153,12 @@ class Adaptive(ScoreModifier):
         """The final scores for scores `[b, h, c, l]` and a static bias `[h, c, l]`. masks: see
         `apply_weight`, for each layer.
         """
+        # One input per head, or two.
         if bias is not None and self.variant == "Add_Residual":
             scores = scores + bias
             bias = None
+
+        # The parameters of both layers; their biases are columns [w, 1, 1] and [h, 1, 1].
         parameters = *self.first.weight_and_bias(), *self.second.weight_and_bias()
         weight_1, offset_1, weight_2, offset_2 = cast_together(parameters, scores.dtype)
         offset_1 = offset_1[:, None, None]

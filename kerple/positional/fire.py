@@ -74,6 +74,7 @@ class Fire(ScoreModifier):
         mapped: a distance map's values for the distances 0 ... n-1, `[n]`. The query's position is
             mapped like a distance: it is the distance to the first token.
         """
+        # Positions and parameters in the dtype of the scores.
         query = positions_on(query_positions, like.device, like.dtype)
         key = positions_on(key_positions, like.device, like.dtype)
         parameters = *self.first.weight_and_bias(), *self.second.weight_and_bias(), self.c, self.m
@@ -81,7 +82,7 @@ class Fire(ScoreModifier):
             parameters, like.dtype
         )
         if mapped is None:
-            distance = (query[:, None] - key).abs_()
+            distance = (query[:, None] - key).abs_()  # [c, l]
         else:
             mapped = mapped.to(like.dtype)
             distance = by_pair(mapped, query_positions, key_positions)

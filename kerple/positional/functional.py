@@ -34,6 +34,7 @@ def cast_together(tensors: Sequence[Tensor], dtype: torch.dtype) -> Sequence[Ten
     """The tensors in another dtype: small ones are cast by two kernels, not by one each."""
     if all(tensor.dtype == dtype for tensor in tensors):
         return tensors
+    # One tensor of all of them is cast, and split.
     flat = torch.cat([tensor.flatten() for tensor in tensors]).to(dtype)
     parts = flat.split([tensor.numel() for tensor in tensors])
     return [part.view_as(tensor) for part, tensor in zip(parts, tensors, strict=True)]
@@ -108,6 +109,7 @@ class LatestResults:
         """compute(device, *positions), or its cached result."""
         if any(part.device.type != "cpu" for part in positions) or not may_cache():
             return compute(device, *positions)
+        # The latest entry comes first, and replaces the oldest.
         for cached, cached_device, result in self.entries:
             if cached_device == device and all(map(torch.equal, cached, positions)):
                 return result
@@ -176,6 +178,7 @@ class Angles:
         else:
             even = torch.arange(0, self.size, 2, dtype=self.dtype, device=positions.device)
             values = 1.0 / self.base ** (even / self.size)
+        # Every position times every frequency.
         angles = positions.to(self.dtype)[:, None] * values  # [s, n/2]
         cosines = angles.cos() * self.scale
         sines = angles.sin() * self.scale
@@ -196,6 +199,7 @@ def by_distance(
         raise ValueError(
             "the positions are not consecutive, so their distances form no diagonals: use by_pair"
         )
+    # The distances in the table, from the farthest on, and zeros for those outside of it.
     farthest = int(query_positions[-1] - key_positions[0])
     nearest = farthest - (len(query_positions) + len(key_positions) - 2)
     last = table.shape[-1] - 1

@@ -136,6 +136,7 @@ def is_cpd(kernel: DistanceKernel, points: Iterable[float]) -> Tensor:
     kernel: float64 distances `[n, n]` -> `[h, n, n]` or `[n, n]`, such as a method's `bias`. Raises
     ValueError for fewer than two points, duplicate points, and values that are not finite.
     """
+    # The Gram matrix of the points, and its rounding.
     x = torch.as_tensor([float(point) for point in points], dtype=torch.float64)
     if len(x) < 2 or len(x.unique()) < len(x):
         raise ValueError(f"at least two points are needed, all different; got {len(x)}")

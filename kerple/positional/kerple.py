@@ -143,6 +143,8 @@ class Kerple(Bias):
             if factor != 1.0:
                 value = factor * value
             values.append(value)
+
+        # The terms in their order, because sums of floating-point numbers depend on it.
         if not values:
             return distance.new_zeros(self.num_heads, *distance.shape)
         total = values[0]

@@ -43,5 +43,6 @@ class Sandwich(Bias):
         for chunk in distance.flatten().double().split(CHUNK):
             sums.append(-2 * ((chunk[:, None] * frequencies) / 2).sin().square().sum(dim=1))
         heads = torch.arange(1, self.num_heads + 1, dtype=torch.float64, device=distance.device)
+        # The compression ratio of each head, [h, 1, ...].
         ratio = (8 * heads / self.num_heads).reshape(-1, *[1] * distance.dim())
         return (torch.cat(sums).reshape(distance.shape) / ratio).float()

@@ -132,6 +132,7 @@ class ChunkPlan:
     def chunks(self) -> tuple[Chunk, ...]:
         """From the end of the sequence to its start."""
         chunks = []
+        # The keys of a chunk are those of its first query's window, up to its last query.
         for last in range(self.q_len, 0, -self.rows):
             first = max(0, last - self.rows)
             end = self.kv_len - self.q_len + last

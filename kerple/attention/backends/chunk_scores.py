@@ -89,6 +89,7 @@ class ChunkScores:
             scores = scores[..., -rows:]
             bias = bias[..., -rows:]
         scores.add_(bias)
+        # A row that is -inf everywhere gets probabilities of 0 instead of NaN.
         if self.may_be_empty:
             is_empty = out.amax(dim=-1, keepdim=True) == float("-inf")
             torch.softmax(out.masked_fill_(is_empty, 0.0), dim=-1, out=out)

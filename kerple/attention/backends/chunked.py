@@ -207,6 +207,7 @@ def _chunked_forward(call: AttentionCall, plan: ChunkPlan, seed: int) -> Tensor:
     value = call.value
     dropout = _SeededDropout.of(call, seed)
     like = query.new_empty(0, dtype=call.compute_dtype)
+    # What all chunks use: the result, the tables, and memory for one matrix.
     context = plan.empty_context(like, value.shape[3])
     scores = ChunkScores(plan, call, like)
     workspace = _Workspace(plan.group_size * plan.rows * plan.max_chunk_keys, like)
@@ -223,11 +224,12 @@ def _chunked_forward(call: AttentionCall, plan: ChunkPlan, seed: int) -> Tensor:
             matrix = workspace(len(queries), chunk.rows, chunk.keys)  # [n, c, l]
             chunk_key = keys.narrow(1, chunk.first_key, chunk.keys)  # [m, l, d]
             chunk_value = values.narrow(1, chunk.first_key, chunk.keys)  # [m, l, v]
+            # Its scores become probabilities in place.
             scores.products(scores.reversed_rows(queries, chunk), chunk_key, out=matrix)
             scores.probabilities(head, matrix, out=matrix)
             if dropout is not None:
                 matrix.mul_(dropout.factors(matrix))
-            rows = torch.bmm(by_kv_head(matrix, chunk_value), chunk_value)
+            rows = torch.bmm(by_kv_head(matrix, chunk_value), chunk_value)  # [m, n/m c, v]
             scores.write_reversed(contexts, chunk, rows.view(len(queries), chunk.rows, -1))
     return context.to(query.dtype)
 
@@ -318,6 +320,7 @@ def _chunked_backward(
                 chunk_grad_key, grad_rows, chunk_query, call.scale, overwrite, states_workspace
             )
 
+    # The gradients of tables over distance, beyond the largest visible distance zero.
     grad_tables: list[Tensor | None] = [None, None]
     tables = (call.tables.bias, grad_bias), (call.tables.weight, grad_weight)
     for index, (table, grad_table) in enumerate(tables):

@@ -31,6 +31,7 @@ def sdpa_attention(call: AttentionCall) -> Tensor:
     # A loop over an unknown length would be another graph for each length.
     if torch.compiler.is_compiling():
         return _attend_with_mask(call, 0, call.q_len)
+    # The masks of some queries at a time.
     contexts = []
     for first in range(0, call.q_len, MASK_ROWS):
         last = min(first + MASK_ROWS, call.q_len)

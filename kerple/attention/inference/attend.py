@@ -63,6 +63,7 @@ def attend_in_mode(
     reason = mode.unsupported_reason(method)
     if reason is not None:
         raise ValueError(f"{type(method).__name__} {reason}")
+
     # Exported models pass a scale, and have sums in their keys.
     if "decay" in method.hooks and decay_sums is None and scale is None:
         raise ValueError(f"{type(method).__name__} has a decay: pass decay_sums")
@@ -170,7 +171,7 @@ class Pairs(NamedTuple):
     def of(cls, mode: AttentionMode, queries: range, keys: range, device: torch.device) -> "Pairs":
         """For ranges of positions in the text."""
         span = mode.span
-        mask = span.mask(queries, keys, device)
+        mask = span.mask(queries, keys, device)  # [c, l]
         query_positions = torch.arange(queries.start, queries.stop, device="cpu")
         key_positions = torch.arange(keys.start, keys.stop, device="cpu")
         if mode.reindexed and keys.start < span.sinks:
@@ -225,8 +226,16 @@ def _scores(
         products.append(_range_products(query, key, method, mode, queries, keys, scale))
 
     # All hooks of the method.
+    finals: list[Tensor] = []
     if "modify_scores" not in method.hooks:
-        finals = [_with_tables(part, tables_at) for part in products]
+        for part in products:
+            bias, weight = tables_at(part.pairs.nearest, part.pairs.farthest + 1)
+            scores = part.scores
+            if weight is not None:
+                scores = scores * part.pairs.lookup(weight)
+            if bias is not None:
+                scores = scores + part.pairs.lookup(bias)
+            finals.append(scores)
     elif method.per_pair or len(products) == 1:
         finals = [_modified(part, method, mode) for part in products]
     else:
@@ -305,22 +314,12 @@ def _modified(part: _Range, method: PositionalMethod, mode: AttentionMode) -> Te
     return method.final_scores(Chunk(part.scores, part.query, *positions, pairs.mask, table))
 
 
-def _with_tables(part: _Range, tables_at: Tables) -> Tensor:
-    """The scores with bias and weight."""
-    bias, weight = tables_at(part.pairs.nearest, part.pairs.farthest + 1)
-    scores = part.scores
-    if weight is not None:
-        scores = scores * part.pairs.lookup(weight)
-    if bias is not None:
-        scores = scores + part.pairs.lookup(bias)
-    return scores
-
-
 def _by_kv_head(left: Tensor, right: Tensor) -> Tensor:
     """`[b, h, c, n]` @ `[b, g, n, m]` -> `[b, h, c, m]` in at least float32. The rows of all heads
     that share a key/value head are one matrix.
     """
     dtype = torch.promote_types(right.dtype, torch.float32)
+    # [b, g, h/g c, n]
     rows = left.to(dtype).unflatten(1, (right.shape[1], -1)).flatten(2, 3)
     products: Tensor = (rows @ right.to(dtype)).unflatten(2, (-1, left.shape[2])).flatten(1, 2)
     return products

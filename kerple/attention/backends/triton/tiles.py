@@ -100,6 +100,7 @@ def no_tiles_reason(gpu: Gpu, dtype: torch.dtype | None, head_size: int | None) 
         return f"needs compute capability 8.0 or higher (Ampere), but {gpu.name} has {capability}"
     if dtype is None or head_size is None:
         return None
+    # The shared memory does not depend on the other arguments.
     kib = tiles_for(gpu, dtype, head_size, weight=True).kib
     if kib * 1024 > gpu.shared_memory:
         available = gpu.shared_memory // 1024
