@@ -132,6 +132,7 @@ class Attention(nn.Module):
 
     def _tables(self, query: Tensor, key: Tensor, span: Span) -> PositionTables:
         """The method's tables, with the jacobians that speed up the fused backend."""
+        # A causal call has at most as many queries as keys.
         longest = key.shape[2]
         if not span.causal:
             longest = max(query.shape[2], longest)

@@ -71,6 +71,7 @@ class Variant(NamedTuple):
 
     @classmethod
     def of(cls, call: AttentionCall) -> "Variant":
+        # Without gradients, no directions are read.
         directions = NO_DIRECTIONS
         if call.training:
             directions = (

@@ -72,6 +72,7 @@ def method_class(name: str) -> type[PositionalMethod]:
     """The class with this `pos-emb` name. Raises ValueError, with similar names, if none has it."""
     if name in _METHODS:
         return _METHODS[name]
+    # Without a similar name, all of them.
     similar = difflib.get_close_matches(name, _METHODS, n=3) or registered_names()
     raise ValueError(f"pos-emb {name!r} is unknown; did you mean {' or '.join(similar)}?")
 

@@ -177,6 +177,7 @@ class Randomized(PositionalMethod):
     @property
     def segment(self) -> int:
         """As many queries as have about the range of positions of the method's own segment."""
+        # The positions of `length` tokens are spread over the range.
         length = self.text_length or self.random.length
         if self.training and self.step is not None:
             length = self.step[2]
@@ -247,6 +248,8 @@ def randomized(plain: type[PositionalMethod]) -> type[Randomized]:
         per_pair = plain.per_pair or "modify_scores" not in plain.hooks
         shift_invariant = False
 
+    # Named after the method, as in error messages. Its hooks are set last: a class gets those that
+    # it defines, and `Randomized` defines more.
     method: type[Randomized] = RandomizedMethod
     method.plain = plain
     method.hooks = plain.hooks
@@ -452,6 +455,7 @@ class PerLayer(PositionalMethod):
         """(name, options) for each entry of the option `methods`. Raises ValueError if it is not a
         list of names and {name: options}.
         """
+        # A name without options, or a mapping of one name to its options.
         if not isinstance(methods, list | tuple) or not methods:
             raise ValueError(
                 f"methods {methods!r} must be a list of methods, such as [rotary, none]"

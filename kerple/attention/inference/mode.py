@@ -370,6 +370,7 @@ def _hint(suggestion: str | None) -> str:
 
 def _suggested_modifier(part: str) -> str | None:
     """Like `_suggested_mode`, for a modifier."""
+    # The user's own arguments stay.
     key, at, arguments = part.partition("@")
     similar = [known for known in MODIFIERS if len(key) > 2 and key in known]
     similar = similar or difflib.get_close_matches(key, MODIFIERS, n=1)
@@ -393,6 +394,8 @@ def _span(match: re.Match[str], name: str, train_length: int | None) -> tuple[st
         return match[1], Span(window=int(match["SW"]), sinks=int(match["S"]))
     if not match[1].startswith("blockwise"):
         return match[1], Span()
+
+    # Blocks, by default of half the training length.
     length = train_length
     if match["L"] is not None:
         length = int(match["L"])

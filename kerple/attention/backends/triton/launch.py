@@ -70,6 +70,7 @@ def unavailable_reason(requirements: Requirements) -> str | None:
     kernels = _load_kernels()
     device = requirements.device
     assert device is not None
+    # Software first, then hardware.
     if kernels is None:
         return "needs Triton, which is not installed"
     if torch.version.hip:
