@@ -198,6 +198,7 @@ def run_scaled(call: AttentionCall, method: PositionalMethod, run: Run) -> Tenso
     contexts = []
     for first in range(0, call.q_len, method.segment):
         last = min(first + method.segment, call.q_len)
+        # Only keys that one of these queries attends to.
         # With blocks, this is the start of a block, so block boundaries stay in place.
         first_key = call.span.first_key(call.offset + first)
         end = call.offset + last

@@ -45,6 +45,7 @@ class Learned(PositionalMethod):
 
     def embed(self, hidden: Tensor, positions: Tensor) -> Tensor:
         """Raises PositionsExceeded for a position beyond the table."""
+        # Positions are on the CPU, so this does not wait for a GPU.
         last = -1
         if positions.numel():
             last = int(positions.max())

@@ -96,6 +96,7 @@ def parse_sum(text: str) -> tuple[Term, ...]:
         )
     terms = []
     for part in text.split("+"):
+        # An optional factor, and the name of a kernel.
         match = _TERM.fullmatch(part.strip())
         if match is None:
             raise ValueError(

@@ -23,6 +23,7 @@ def bucket_starts(num_buckets: int, max_distance: int) -> list[int]:
     starts = list(range(exact))
     for k in range(logarithmic):
         bound = max_distance**k * exact ** (logarithmic - k)
+        # A floating-point estimate, one below, to begin the search.
         start = max(int(exact * (max_distance / exact) ** (k / logarithmic)) - 1, exact)
         while start**logarithmic < bound:
             start += 1

@@ -19,6 +19,7 @@ def load_rows(
     column = tl.arange(0, BLOCK_D)
     pointers = base + tl.cast(first, tl.int64) * stride + row[:, None] * stride + column[None, :]
     inside = (first + row >= 0) & (first + row < rows)
+    # Head sizes that are a power of two need no mask of columns.
     if SIZE == BLOCK_D:
         tile = tl.load(pointers, mask=inside[:, None], other=0.0)
     else:
