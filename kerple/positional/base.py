@@ -214,16 +214,15 @@ class PositionalMethod(nn.Module):
         would fail without naming the reason.
         """
         # `fully_shard` asks each module for its own parameters.
-        caller = sys._getframe(1).f_globals["__name__"]
-        if not recurse and caller.startswith("torch.distributed.fsdp"):
-            for parameter in self._parameters.values():
-                if type(parameter).__name__ == "DTensor":
-                    raise ValueError(
-                        f"{type(self).__name__}: fully_shard has already sharded this method's "
-                        "parameters with another layer. Layers that share a method cannot be "
-                        "wrapped one by one: wrap only the root module, or give each layer a "
-                        "method of its own"
-                    )
+        if not recurse:
+            caller = sys._getframe(1).f_globals.get("__name__", "")
+            sharded = "DTensor" in [type(each).__name__ for each in self._parameters.values()]
+            if sharded and caller.startswith("torch.distributed.fsdp"):
+                raise ValueError(
+                    f"{type(self).__name__}: fully_shard has already sharded this method's "
+                    "parameters with another layer. Layers that share a method cannot be wrapped "
+                    "one by one: wrap only the root module, or give each layer a method of its own"
+                )
         return super().named_parameters(prefix, recurse, remove_duplicate)
 
     def embed(self, hidden: Tensor, positions: Tensor) -> Tensor:
