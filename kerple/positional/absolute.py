@@ -32,7 +32,8 @@ class Sinusoidal(PositionalMethod):
 class Learned(PositionalMethod):
     """Adds a learned vector per position: the rows of the table `weight`, `[max_positions, e]`."""
 
-    weight: nn.Parameter  # type: ignore[assignment]  # the checkpoints' name for the table; this method has no weight hook
+    # The checkpoints' name for the table; this method has no weight hook.
+    weight: nn.Parameter  # type: ignore[assignment]
 
     def __init__(self, hidden_size: int, max_positions: int, init_std: float = 0.02):
         super().__init__()

@@ -42,7 +42,8 @@ class T5(Bias):
     the query share the first half of the buckets, and keys after it the second half.
     """
 
-    weight: nn.Parameter  # type: ignore[assignment]  # the checkpoints' name for the table; this method has no weight hook
+    # The checkpoints' name for the table; this method has no weight hook.
+    weight: nn.Parameter  # type: ignore[assignment]
 
     def __init__(
         self,
