@@ -94,9 +94,7 @@ def main(
     more: Callable[[torch.device], list[list[Check]]] | None = None,
     parser_class: type[argparse.ArgumentParser] = argparse.ArgumentParser,
 ) -> int:
-    """Returns the exit status. more: further checks of a device, a row per kernel and a column per
-    dtype.
-    """
+    """Returns the exit status. more: further checks, a row per kernel and a column per dtype."""
     parser = parser_class(prog="kerple doctor", description=__doc__.partition("\n\n")[0])
     parser.add_argument(
         "--head-size",
@@ -111,6 +109,8 @@ def main(
         "--json", type=_path, metavar="FILE", help="also write the results to a file"
     )
     options = parser.parse_args(argv)
+
+    # Reject what would fail only after minutes of checks.
     if any(size < 4 or size % 2 for size in options.head_size):
         parser.error("--head-size: rotary methods need even head sizes of at least 4")
     if options.jobs < 1:
@@ -175,6 +175,8 @@ def run_in_processes(
     """
     if jobs == 1:
         return [function(*arguments) for arguments in calls]
+
+    # New processes, because a fork cannot use the GPU of its parent.
     context = multiprocessing.get_context("spawn")
     results: dict[int, Result] = {}
     with ProcessPoolExecutor(jobs, mp_context=context) as pool:
@@ -201,6 +203,7 @@ def _devices() -> list[torch.device]:
     """The first GPU of each kind; the CPU if there is no GPU."""
     if not torch.cuda.is_available():
         return [torch.device("cpu")]
+    # GPUs of the same name are expected to behave the same.
     kinds: dict[str, torch.device] = {}
     for index in range(torch.cuda.device_count()):
         kinds.setdefault(torch.cuda.get_device_name(index), torch.device("cuda", index))
@@ -215,7 +218,8 @@ def without_tf32() -> Iterator[None]:
     """Compute convolutions and matrix products of float32 in float32. PyTorch's default for cuDNN
     is TF32, whose rounding errors exceed the tolerance.
     """
-    cudnn, matmul = torch.backends.cudnn, torch.backends.cuda.matmul
+    cudnn = torch.backends.cudnn
+    matmul = torch.backends.cuda.matmul
     before = cudnn.allow_tf32, matmul.allow_tf32
     try:
         cudnn.allow_tf32 = matmul.allow_tf32 = False
@@ -254,9 +258,33 @@ def check_method(name: str, device: torch.device, dtype: torch.dtype, head_size:
             return _check_fused(check, method, device, dtype)
 
         def measure(dtype: torch.dtype) -> dict[str, float]:
+            """The errors of a call with the method's tables, and with decays if it has any. Queries
+            and keys are those after its `rotate`.
+            """
             errors: dict[str, float] = {}
+            query = torch.empty(1, HEADS, KV_LEN, head_size, dtype=dtype, device=device)
+            tables = position_tables(method, KV_LEN, device)
+            sums = None
+            if requirements.decay:
+                sums = query.new_zeros(1, HEADS, KV_LEN, dtype=torch.float64)
             for kv_heads, backend in itertools.product(KV_HEADS, backends):
-                call = _small_call(method, device, dtype, head_size, kv_heads)
+                key = query[:, :kv_heads]
+                call = AttentionCall(
+                    query=query,
+                    key=key,
+                    value=key,
+                    scale=head_size**-0.5,
+                    method=method,
+                    tables=tables,
+                    decay_sums=sums,
+                )
+                call = small_call(call)
+                positions = torch.arange(call.kv_len, device="cpu")
+                with torch.no_grad():
+                    rotated = method.rotate(
+                        call.query, call.key, positions[call.offset :], positions
+                    )
+                call = replace(call, query=rotated[0], key=rotated[1])
                 compared = BACKENDS[backend], BACKENDS["reference"]
                 errors = _largest(errors, relative_errors(call, *compared, gradients=True))
             return errors
@@ -307,37 +335,6 @@ def _largest(errors: dict[str, float], others: dict[str, float]) -> dict[str, fl
     return largest
 
 
-def _small_call(
-    method: PositionalMethod,
-    device: torch.device,
-    dtype: torch.dtype,
-    head_size: int,
-    kv_heads: int,
-) -> AttentionCall:
-    """A call with the method's tables, with decays if it has any, and with queries and keys after
-    its `rotate`.
-    """
-    query = torch.empty(1, HEADS, KV_LEN, head_size, dtype=dtype, device=device)
-    key = query[:, :kv_heads]
-    sums = None
-    if "decay" in method.hooks:
-        sums = query.new_zeros(1, HEADS, KV_LEN, dtype=torch.float64)
-    call = AttentionCall(
-        query=query,
-        key=key,
-        value=key,
-        scale=head_size**-0.5,
-        method=method,
-        tables=position_tables(method, KV_LEN, device),
-        decay_sums=sums,
-    )
-    call = small_call(call)
-    positions = torch.arange(call.kv_len, device="cpu")
-    with torch.no_grad():
-        query, key = method.rotate(call.query, call.key, positions[call.offset :], positions)
-    return replace(call, query=query, key=key)
-
-
 def print_table(rows: list[list[Check]]) -> None:
     """Print a row per method and a column per dtype, and notes about failures and about what fused
     does not support.
@@ -358,6 +355,7 @@ def print_table(rows: list[list[Check]]) -> None:
         number = notes.setdefault(text, len(notes) + 1)
         return check.cell(f" [{number}]")
 
+    # Columns as wide as their longest cell.
     lines = [["method", *(check.dtype for check in rows[0])]]
     lines += [[row[0].method, *map(cell, row)] for row in rows]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]

@@ -76,6 +76,8 @@ class Attention(nn.Module):
         span = Span(window, block, causal=causal)
         if isinstance(documents, Tensor):
             documents = Documents(documents)
+
+        # What the method computes from the states and their lengths.
         if tables is None:
             tables = self._tables(query, key, span)
         query, key = self._rotated(query, key, documents, causal)
@@ -102,7 +104,8 @@ class Attention(nn.Module):
         if method is None or "rotate" not in method.hooks:
             return query, key
         # Causal queries have the last positions, others the first ones.
-        s, t = query.shape[2], key.shape[2]
+        s = query.shape[2]
+        t = key.shape[2]
         offset = 0
         if causal:
             offset = t - s
@@ -115,9 +118,10 @@ class Attention(nn.Module):
         check_documents(documents, len(query), s, t, causal)
         if not len(query):
             return query, key
-        positions = documents.positions.cpu()
+        positions = documents.positions.cpu()  # [b, t]
         places = documents.places(slice(offset, t), offset)
-        queries, keys = [], []
+        queries = []
+        keys = []
         for row in range(len(query)):
             rotated = method.rotate(
                 query[row : row + 1], key[row : row + 1], positions[row, places], positions[row]
@@ -128,6 +132,7 @@ class Attention(nn.Module):
 
     def _tables(self, query: Tensor, key: Tensor, span: Span) -> PositionTables:
         """The method's tables, with the jacobians that speed up the fused backend."""
+        # A causal call has at most as many queries as keys.
         longest = key.shape[2]
         if not span.causal:
             longest = max(query.shape[2], longest)
@@ -214,9 +219,7 @@ def scale_or_default(scale: float | None, query: Tensor) -> float:
 
 
 def check_hooks(positional: PositionalMethod | None) -> None:
-    """Raises ValueError for a method with hooks that exclude each other, and TypeError for anything
-    else.
-    """
+    """Raises ValueError for hooks that exclude each other, and TypeError unless it is a method."""
     if positional is None:
         return
     if not isinstance(positional, PositionalMethod):
@@ -224,7 +227,8 @@ def check_hooks(positional: PositionalMethod | None) -> None:
             "Attention's first argument is a positional method from kerple.positional, not "
             f"{positional!r}; a backend is the second one"
         )
-    name, hooks = type(positional).__name__, positional.hooks
+    name = type(positional).__name__
+    hooks = positional.hooks
     if "modify_scores" in hooks and hooks & {"bias", "weight", "decay", "scale_qk"}:
         raise ValueError(
             f"{name} defines modify_scores, so it must not define bias, weight, decay or scale_qk "

@@ -44,6 +44,7 @@ class Requirements:
     @classmethod
     def of(cls, *methods: PositionalMethod | None, **others: Any) -> "Requirements":
         """Those of positional methods, and others."""
+        # The union: layers may have different methods.
         hooks: set[str] = set()
         for method in methods:
             if method is not None:
@@ -128,20 +129,22 @@ class Backend:
         # the only one) are small for the keys near it, so that products in float32 do not lose
         # them.
         sums = decay_sums - decay_sums[..., -1 - call.q_len // 2, None].detach()
-        query, key, value = call.query, call.key, call.value
+        query = call.query
+        key = call.key
+        value = call.value
         if torch.is_grad_enabled() and sums.requires_grad and call.query.dtype.itemsize == 2:
             # The gradient of a decay is a sum of the gradients of all later sums, and of rounding
             # errors in half precision mostly these would remain.
-            query, key, value = query.float(), key.float(), value.float()
+            query = query.float()
+            key = key.float()
+            value = value.float()
         query, key, value = append_decay(query, key, value, sums, call.scale)
         part = replace(call, query=query, key=key, value=value, decay_sums=None)
         context = self.run(part)  # [b, h, s, v + extra]
         return context[..., : call.value.shape[3]].to(call.query.dtype)
 
     def unsupported_reason(self, requirements: Requirements) -> str | None:
-        """Why this backend cannot run such a call, as the rest of a sentence about it; None if it
-        can.
-        """
+        """Why this backend cannot run such a call, as the rest of a sentence; None if it can."""
         if not requirements.causal and not self.noncausal:
             return "computes only causal attention"
         if requirements.weight and not self.weight:
@@ -154,7 +157,8 @@ class Backend:
             return "does not support a key mask; document_ids can mark padding"
 
         # Limits of dtypes and sizes, as far as these are known.
-        dtype, head_size = requirements.dtype, requirements.head_size
+        dtype = requirements.dtype
+        head_size = requirements.head_size
         if dtype is not None and self.dtypes is not None and dtype not in self.dtypes:
             return f"supports {', '.join(map(str, self.dtypes))}, not {dtype}"
         if (head_size or 0) > self.max_head_size:

@@ -177,7 +177,9 @@ class AttentionCall:
     @property
     def kind(self) -> Hashable:
         """What the choice of a backend depends on, for a call without documents."""
-        tables, query, span = self.tables, self.query, self.span
+        tables = self.tables
+        query = self.query
+        span = self.span
         directions = []
         for jacobian in (tables.bias_jacobian, tables.weight_jacobian):
             if jacobian is not None:
@@ -208,7 +210,8 @@ class AttentionCall:
 
     def part(self, queries: slice, keys: slice) -> "AttentionCall":
         """This call, without documents, for some of its queries and keys."""
-        decay_sums, key_mask = self.decay_sums, self.key_mask
+        decay_sums = self.decay_sums
+        key_mask = self.key_mask
         if decay_sums is not None:
             decay_sums = decay_sums[..., keys]
         if key_mask is not None:
@@ -224,7 +227,7 @@ class AttentionCall:
 
     def keys(self, queries: slice) -> slice:
         """The keys that the queries at these positions may attend to."""
-        # Documents are anywhere in the row.
+        # Documents are anywhere in the row, so their windows say nothing about it.
         window = None
         first = 0
         if self.documents is None:
@@ -237,14 +240,13 @@ class AttentionCall:
         return slice(first, min(self.kv_len, queries.stop - 1 + window))
 
     def mask(self, queries: slice, keys: slice) -> Tensor:
-        """Bool `[c, l]` for positions, and `[b, 1, c, l]` with documents or a key mask. True =
-        masked.
-        """
+        """Bool `[c, l]`, or `[b, 1, c, l]` with documents or a key mask. True = masked."""
         if self.documents is None:
             mask = self.span.mask(queries, keys, self.query.device)  # [c, l]
         else:
             # The span counts positions within a document; keys of other documents are masked, too.
-            ids, positions = self.documents.ids, self.documents.positions
+            ids = self.documents.ids
+            positions = self.documents.positions
             places = self.documents.places(queries, self.offset)
             mask = self.span.mask_pairs(positions[:, places, None], positions[:, None, keys])
             is_other = ids[:, places, None] != ids[:, None, keys]
@@ -264,7 +266,8 @@ class AttentionCall:
         else:
             positions = self.documents.positions
             places = self.documents.places(queries, self.offset)
-            query, key = positions[:, places, None], positions[:, None, keys]
+            query = positions[:, places, None]
+            key = positions[:, None, keys]
         farthest = self.max_kv_len - 1
         nearest = -farthest
         if self.span.causal:
@@ -294,7 +297,9 @@ class AttentionCall:
 
 def check_shapes(query: Tensor, key: Tensor, value: Tensor) -> None:
     """Raises ValueError unless the shapes are those of queries, keys and values of attention."""
-    q, k, v = query.shape, key.shape, value.shape
+    q = query.shape
+    k = key.shape
+    v = value.shape
     fits = len(q) == len(k) == len(v) == 4 and k[:3] == v[:3] and (q[0], q[3]) == (k[0], k[3])
     if not fits or not k[1] or q[1] % k[1]:
         raise ValueError(
@@ -306,8 +311,11 @@ def check_shapes(query: Tensor, key: Tensor, value: Tensor) -> None:
 
 def check_states(call: AttentionCall) -> None:
     """Raises ValueError for dtypes, lengths, masks or a dropout probability that do not fit."""
-    query, span, documents = call.query, call.span, call.documents
-    dtype, batch = query.dtype, query.shape[0]
+    query = call.query
+    span = call.span
+    documents = call.documents
+    dtype = query.dtype
+    batch = query.shape[0]
     if not dtype == call.key.dtype == call.value.dtype:
         raise ValueError(
             f"query, key and value differ in dtype: {dtype}, {call.key.dtype}, {call.value.dtype}"
@@ -316,7 +324,9 @@ def check_states(call: AttentionCall) -> None:
         raise ValueError(f"query, key and value are {dtype}; they must be floating-point")
 
     # Positions. Only queries that see every key need no positions of their own.
-    q_len, kv_len, causal = query.shape[2], call.key.shape[2], span.causal
+    q_len = query.shape[2]
+    kv_len = call.key.shape[2]
+    causal = span.causal
     has_positions = causal or span.window is not None
     if not q_len or not kv_len or (has_positions and q_len > kv_len):
         raise ValueError(
@@ -350,9 +360,7 @@ def check_states(call: AttentionCall) -> None:
 def check_documents(
     documents: Documents, batch: int, q_len: int, kv_len: int, causal: bool
 ) -> None:
-    """Raises ValueError unless the documents are those of the keys, and have positions for the
-    queries.
-    """
+    """Raises ValueError unless they are the documents of the keys, with places of queries."""
     shape = documents.ids.shape
     if shape != (batch, kv_len):
         raise ValueError(
@@ -379,10 +387,11 @@ def check_decay(call: AttentionCall, sums: Tensor) -> None:
 
 
 def check_method(call: AttentionCall, method: PositionalMethod) -> None:
-    """Raises ValueError unless tables and decay sums are those of the call's method and
-    direction.
-    """
-    hooks, tables, causal, name = method.hooks, call.tables, call.span.causal, type(method).__name__
+    """Raises ValueError unless tables and decay sums fit the call's method and direction."""
+    hooks = method.hooks
+    tables = call.tables
+    causal = call.span.causal
+    name = type(method).__name__
     if not causal and method.causal_only:
         raise ValueError(
             f"{name} is defined only for causal attention; with causal=False, use a method that is "
@@ -421,17 +430,34 @@ def check_method(call: AttentionCall, method: PositionalMethod) -> None:
 
 def check_tables(call: AttentionCall) -> None:
     """Raises ValueError for tables that do not cover the heads and distances of the call."""
-    tables, heads, length = call.tables, call.query.shape[1], call.max_kv_len
+    tables = call.tables
+    heads = call.query.shape[1]
+    length = call.max_kv_len
     for name, table, jacobian in (
         ("bias", tables.bias, tables.bias_jacobian),
         ("weight", tables.weight, tables.weight_jacobian),
     ):
+        # A row per head and a column per distance; with causal=False, there may be two halves.
         if table is not None:
-            check_table(call, name, table.shape, length)
+            shape = table.shape
+            fits = len(shape) == 2 or (len(shape) == 3 and shape[0] == 2 and not call.span.causal)
+            if fits and shape[-2] != heads and shape[-2] == call.q_len:
+                raise ValueError(
+                    f"query {list(call.query.shape)} seems to be [b, s, h, d], because the tables "
+                    f"have {shape[-2]} heads; pass query.transpose(1, 2), and the same for key and "
+                    "value"
+                )
+            if not fits or shape[-2] != heads or shape[-1] < length:
+                raise ValueError(
+                    f"{name}_table {list(shape)} must be [{heads}, at least {length}]: a value per "
+                    "head and distance, not per pair of query and key"
+                )
         if jacobian is None:
             continue
+
         # A direction per coefficient, and a column per distance.
-        coefficients, directions = jacobian.coefficients.shape, jacobian.directions.shape
+        coefficients = jacobian.coefficients.shape
+        directions = jacobian.directions.shape
         fits = coefficients[:1] == (heads,) and directions[:-1] == coefficients
         if not fits or directions[-1] < length:
             raise ValueError(
@@ -443,22 +469,3 @@ def check_tables(call: AttentionCall) -> None:
             f"table {list(tables.scores.shape)} must be [..., at least {length}]: pass "
             f"score_table(method, {length}, device)"
         )
-
-
-def check_table(call: AttentionCall, name: str, shape: torch.Size, length: int) -> None:
-    """Raises ValueError unless a table of this shape has a row per head and a column per
-    distance; with causal=False, there may be two halves.
-    """
-    heads = call.query.shape[1]
-    fits = len(shape) == 2 or (len(shape) == 3 and shape[0] == 2 and not call.span.causal)
-    if fits and shape[-2] == heads and shape[-1] >= length:
-        return
-    if fits and shape[-2] != heads and shape[-2] == call.q_len:
-        raise ValueError(
-            f"query {list(call.query.shape)} seems to be [b, s, h, d], because the tables have "
-            f"{shape[-2]} heads; pass query.transpose(1, 2), and the same for key and value"
-        )
-    raise ValueError(
-        f"{name}_table {list(shape)} must be [{heads}, at least {length}]: a value per head and "
-        "distance, not per pair of query and key"
-    )

@@ -106,9 +106,7 @@ def checked_choice(call: AttentionCall, backend: str) -> str:
 def check_fused(
     call: AttentionCall, name: str = "", again: bool = False
 ) -> self_check.Verdict | None:
-    """Compare the fused kernels of a call with the chunked backend; see
-    `self_check.ensure_checked`.
-    """
+    """Compare the fused kernels with the chunked backend; see `self_check.ensure_checked`."""
     return self_check.ensure_checked(
         call, BACKENDS["fused"], BACKENDS["chunked"], name=name, again=again
     )

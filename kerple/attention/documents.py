@@ -46,7 +46,8 @@ class Documents:
                 f"document_ids must be integers [b, t], not {ids.dtype} {list(ids.shape)}"
             )
         self.ids = ids.long()
-        self._from_zero, self.queries = positions is None, queries
+        self._from_zero = positions is None
+        self.queries = queries
         self.tiles: DocumentTiles | None = None
         self._groups: dict[int, list[tuple[Tensor, Tensor, int]]] = {}
         if positions is None:
@@ -62,7 +63,8 @@ class Documents:
         moved = Documents(ids, positions)
         if self.queries is not None:
             moved.queries = self.queries.to(device)
-        moved._from_zero, moved._ids_on_cpu = self._from_zero, self._ids_on_cpu
+        moved._from_zero = self._from_zero
+        moved._ids_on_cpu = self._ids_on_cpu
         return moved
 
     @cached_property
@@ -71,9 +73,7 @@ class Documents:
 
     @cached_property
     def fill_rows(self) -> bool:
-        """Whether each row is one document at the positions from 0 on, without padding. Waits for
-        the ids.
-        """
+        """Whether each row is one document from position 0 on, without padding. Waits for ids."""
         ids = self._ids_on_cpu
         is_first = (ids == ids[:, :1]) & (ids >= 0)
         return self._from_zero and self.queries is None and bool(is_first.all())
@@ -84,6 +84,7 @@ class Documents:
         range of tokens at the positions from 0 on; otherwise None.
         """
         ids = self._ids_on_cpu
+        # A range begins where the document differs from that of the token before.
         begins = torch.ones_like(ids, dtype=torch.bool)
         begins[:, 1:] = ids[:, 1:] != ids[:, :-1]
         row, first = begins.nonzero().unbind(1)
@@ -99,18 +100,14 @@ class Documents:
         return None
 
     def places(self, queries: slice, offset: int) -> slice | Tensor:
-        """The places of a range of queries, the first of which would be at `offset` in the last
-        tokens.
-        """
+        """The places of queries, the first of which would be at `offset` in the last tokens."""
         if self.queries is None:
             return queries
         return self.queries[queries.start - offset : queries.stop - offset]
 
     @cached_property
     def _tokens(self) -> list[Tensor]:
-        """The tokens of each document, int64 on the CPU: indices of the flattened rows, in
-        ascending order.
-        """
+        """The tokens of each document, int64 on the CPU: ascending indices of the flat rows."""
         ids = self._ids_on_cpu
         # A number for each document of each row.
         rows = torch.arange(len(ids))[:, None] * (ids.max() - ids.min() + 1)
@@ -149,10 +146,13 @@ class Documents:
             found = (queries >= 0).nonzero().flatten()
             if not len(found):
                 continue
-            before, end = int(found[0]), int(found[-1]) + 1
+            # Keys before the first query, and those up to the last one.
+            before = int(found[0])
+            end = int(found[-1]) + 1
             if end - before != len(found):
                 raise ValueError("Documents: the queries of a document must follow each other")
-            queries, keys = queries[before:end] + keys[0] // length * q_len, keys[:end]
+            queries = queries[before:end] + keys[0] // length * q_len
+            keys = keys[:end]
             dropped = 0
             if not self._from_zero:
                 dropped = int(positions[keys[before]]) - before
@@ -173,6 +173,7 @@ def document_positions(document_ids: Tensor) -> Tensor:
     """The position of each token in its document, int64 `[b, t]`, for document ids `[b, t]`."""
     order = document_ids.argsort(dim=1, stable=True)
     ids = document_ids.gather(1, order)
+    # In the order of documents, the position is the distance to the document's first token.
     index = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
     begins = torch.ones_like(ids, dtype=torch.bool)
     begins[:, 1:] = ids[:, 1:] != ids[:, :-1]

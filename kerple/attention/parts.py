@@ -63,7 +63,8 @@ def run_blocks(call: AttentionCall, block: int, run: Run) -> Tensor:
     the same shape, so they form one call, with the blocks in the batch dimension; several calls if
     a GPU's grid cannot hold all of them.
     """
-    offset, end = call.offset, call.kv_len
+    offset = call.offset
+    end = call.kv_len
     most = max(1, MAX_BATCH_HEADS // max(1, len(call.query) * call.query.shape[1]))
     contexts = []
     first = offset
@@ -98,7 +99,8 @@ def joined(contexts: list[Tensor]) -> Tensor:
 
 def _stacked(part: AttentionCall, block: int) -> AttentionCall:
     """Several blocks of queries, and the keys of each, in the batch dimension."""
-    sums, key_mask = part.decay_sums, part.key_mask
+    sums = part.decay_sums
+    key_mask = part.key_mask
     if sums is not None:
         sums = _stack_blocks(sums[..., None], 2 * block, block)[..., 0]
     if key_mask is not None:
@@ -143,10 +145,12 @@ def run_documents(call: AttentionCall, documents: Documents, run: Run) -> Tensor
     # One copy of all states in the order of the groups, of which each call gets a part.
     query_places, key_places, all_dropped = zip(*groups, strict=True)
     queries = _in_order(call.query, query_places)
-    keys, values = _in_order(call.key, key_places), _in_order(call.value, key_places)
+    keys = _in_order(call.key, key_places)
+    values = _in_order(call.value, key_places)
     contexts = []
     for index, dropped in enumerate(all_dropped):
-        sums, key_mask = call.decay_sums, call.key_mask
+        sums = call.decay_sums
+        key_mask = call.key_mask
         if sums is not None:
             tokens = sums.transpose(1, 2).flatten(0, 1)  # [b t, h]
             sums = tokens[key_places[index]].transpose(1, 2)  # [n, h, l]
@@ -172,9 +176,7 @@ def run_documents(call: AttentionCall, documents: Documents, run: Run) -> Tensor
 
 
 def _in_order(states: Tensor, places: Sequence[Tensor]) -> list[Tensor]:
-    """`[b, h, s, d]` -> for each `[n, c]` of the places, the states `[n, h, c, d]`, as parts of one
-    copy.
-    """
+    """`[b, h, s, d]` -> `[n, h, c, d]` for each `[n, c]` of the places, as parts of one copy."""
     tokens = states.transpose(1, 2).flatten(0, 1)  # [b s, h, d]
     copy = tokens[torch.cat([place.flatten() for place in places])]
     ordered = []
@@ -196,8 +198,10 @@ def run_scaled(call: AttentionCall, method: PositionalMethod, run: Run) -> Tenso
     contexts = []
     for first in range(0, call.q_len, method.segment):
         last = min(first + method.segment, call.q_len)
+        # Only keys that one of these queries attends to.
         # With blocks, this is the start of a block, so block boundaries stay in place.
-        first_key, end = call.span.first_key(call.offset + first), call.offset + last
+        first_key = call.span.first_key(call.offset + first)
+        end = call.offset + last
         part = call.part(slice(first, last), slice(first_key, end))
         queries = torch.arange(call.offset + first, end, device="cpu") + call.dropped
         keys = torch.arange(first_key, end, device="cpu") + call.dropped

@@ -71,6 +71,7 @@ class Variant(NamedTuple):
 
     @classmethod
     def of(cls, call: AttentionCall) -> "Variant":
+        # Without gradients, no directions are read.
         directions = NO_DIRECTIONS
         if call.training:
             directions = (
@@ -155,9 +156,7 @@ def failure(requirements: Requirements) -> str | None:
 
 
 def reject(dtype: torch.dtype, head_size: int, reason: str) -> None:
-    """Exclude the fused kernels for a dtype and head size in this process, as a failed
-    check does.
-    """
+    """Exclude the fused kernels for a dtype and head size, as a failed check does."""
     _failures[dtype, head_size] = reason
 
 
@@ -202,15 +201,26 @@ def ensure_checked(
     if not can_check(call.query):
         return None
 
+    # Compare the kernels with the baseline in a small call.
     subject = ", ".join(part for part in (device_name(device), name, str(variant)) if part)
-    verdict = _check(call, fused, baseline, subject, variant.gradients)
+    started = time.perf_counter()
+    errors: dict[str, float] = {}
+    try:
+        with torch.inference_mode(False):
+            errors = relative_errors(small_call(call), fused, baseline, gradients=variant.gradients)
+        problem = wrong_result(errors, variant.dtype)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # a kernel that does not compile, or that the GPU rejects
+        problem = describe(error)
+    verdict = Verdict(subject, errors, problem, time.perf_counter() - started)
     if not verdict.errors:
-        error = _gpu_error(device)
-        if error is not None:
+        gpu_error = _gpu_error(device)
+        if gpu_error is not None:
             raise RuntimeError(
                 f"{verdict}. This process can no longer use the GPU. Start it again with "
                 "attention-backend chunked"
-            ) from error
+            ) from gpu_error
 
     # Remember the result; a check with gradients covers calls without them.
     if verdict.failure is not None:
@@ -241,7 +251,8 @@ def relative_errors(
             which, _, what = name.partition("_")
             jacobian = jacobians.get(which)
             if jacobian is not None and what == "table":  # it has a gradient only below `dense`
-                result, exact = result[:, : jacobian.dense], exact[:, : jacobian.dense]
+                result = result[:, : jacobian.dense]
+                exact = exact[:, : jacobian.dense]
             norm = exact.norm()
             if jacobian is not None and what == "coefficients":
                 # The terms of a sum over distances may cancel: its error is relative to at least
@@ -314,10 +325,12 @@ def small_call(call: AttentionCall) -> AttentionCall:
 
     Random numbers are added to the tables, so that each distance and head has its own value.
     """
-    heads, head_size = call.query.shape[1], call.query.shape[3]
+    heads = call.query.shape[1]
+    head_size = call.query.shape[3]
     q_len, kv_len = Q_LEN, KV_LEN
     if not Variant.of(call).aligned:
-        q_len, kv_len = Q_LEN - ODD, KV_LEN - ODD
+        q_len = Q_LEN - ODD
+        kv_len = KV_LEN - ODD
     documents = None
     if call.documents is not None:
         # Two documents, one of more than a tile.
@@ -366,23 +379,6 @@ def small_call(call: AttentionCall) -> AttentionCall:
         span=span,
         dropout_p=0.0,
     ).validate()
-
-
-def _check(
-    call: AttentionCall, fused: Backend, baseline: Backend, subject: str, gradients: bool
-) -> Verdict:
-    started = time.perf_counter()
-    errors: dict[str, float] = {}
-    problem = None
-    try:
-        with torch.inference_mode(False):
-            errors = relative_errors(small_call(call), fused, baseline, gradients=gradients)
-        problem = wrong_result(errors, call.query.dtype)
-    except torch.OutOfMemoryError:
-        raise
-    except Exception as error:  # a kernel that does not compile, or that the GPU rejects
-        problem = describe(error)
-    return Verdict(subject, errors, problem, time.perf_counter() - started)
 
 
 def describe(error: Exception) -> str:

@@ -56,17 +56,13 @@ class Span:
             )
 
     def within(self, window: int | None) -> "Span":
-        """This span, limited to the last `window` keys; None: no limit. Raises ValueError with
-        blocks.
-        """
+        """This span, limited to the last `window` keys, if any. Raises ValueError with blocks."""
         if window is None or (self.window is not None and self.window <= window):
             return self
         return replace(self, window=window)
 
     def max_kv_len(self, length: int) -> int:
-        """The largest number of keys up to its own position that any of `length` queries attends
-        to.
-        """
+        """The most keys up to its own position that any of `length` queries attends to."""
         if self.block is not None:
             return min(length, 2 * self.block)
         if self.window is not None:
@@ -96,15 +92,14 @@ class Span:
         The mask is built on `device`. A copy from the CPU would synchronize the host with the
         device.
         """
+        # The positions of both, as parts of one range.
         start = min(queries.start, keys.start)
         positions = torch.arange(start, max(queries.stop, keys.stop), device=device)
         query = positions[queries.start - start : queries.stop - start, None]
         return self.mask_pairs(query, positions[keys.start - start : keys.stop - start])
 
     def mask_pairs(self, query: Tensor, key: Tensor) -> Tensor:
-        """Whether keys are masked, for positions of queries and keys that can be broadcast to each
-        other.
-        """
+        """Whether keys are masked, for positions that can be broadcast to each other."""
         if not self.causal:
             distance = (query - key).abs_()
             if self.window is None:

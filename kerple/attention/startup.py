@@ -66,7 +66,8 @@ def check_kernels(
     backend does not support these calls on the device.
     """
     # The windows and lengths of the calls, which have different kernels.
-    spans, lengths = [Span()], [self_check.KV_LEN]
+    spans = [Span()]
+    lengths = [self_check.KV_LEN]
     if windowed or not training:
         spans.append(Span(window=self_check.WINDOW))
     if not training:
@@ -103,6 +104,7 @@ def _example(
     """A call of the kind that `check_kernels` checks, with the states of an uninitialized query
     `[1, h, t, d]`; in training (with gradients enabled) of all positions, otherwise of the last.
     """
+    # In decoding, the queries are the last positions of the keys.
     _, heads, length, head_size = query.shape
     training = torch.is_grad_enabled()
     key = query[:, :1].expand(-1, kv_heads, -1, -1).clone().requires_grad_(training)
@@ -117,6 +119,8 @@ def _example(
         tables=position_tables(method, length, query.device, with_jacobians=training),
         span=span,
     )
+
+    # A decay and documents have kernels of their own.
     if "decay" in call.hooks:
         sums = query.new_zeros(1, heads, length, dtype=torch.float64)
         call = replace(call, decay_sums=sums)

@@ -86,10 +86,14 @@ def position_tables(
     """
     if method is None:
         return NO_TABLES
+
+    # Those of bias and weight, which the fused backend differentiates by their coefficients.
     bias, weight = tables(method, length, device, causal=causal, distance_map=distance_map)
     bias_jacobian = weight_jacobian = None
     if with_jacobians and distance_map is None:
         bias_jacobian, weight_jacobian = jacobians(method, length, device)
+
+    # The one that the method itself reads in `modify_scores`.
     scores = None
     if "modify_scores" in method.hooks:
         scores = score_table(method, length, device, causal=causal, distance_map=distance_map)
@@ -193,7 +197,8 @@ def score_table(
         return method.mapped_table(distance_map(distance))
 
     # A half for keys up to the query, and one for keys after it.
-    before, after = method.table(distance), method.table(-distance)
+    before = method.table(distance)
+    after = method.table(-distance)
     if before is None or after is None:
         return None
     return torch.stack((before, after))
@@ -206,7 +211,8 @@ def lookup(table: Tensor, distance: Tensor) -> Tensor:
     """
     has_batch = distance.dim() == 3
     if table.dim() == 3:
-        before, after = lookup(table[0], distance), lookup(table[1], distance)
+        before = lookup(table[0], distance)
+        after = lookup(table[1], distance)
         follows = distance < 0
         if has_batch:
             follows = follows[:, None]

@@ -24,7 +24,7 @@ class Sinusoidal(PositionalMethod):
         self.angles = Angles(hidden_size, base)
 
     def embed(self, hidden: Tensor, positions: Tensor) -> Tensor:
-        cosine, sine = self.angles(positions, hidden.device)
+        cosine, sine = self.angles(positions, hidden.device)  # [s, e/2]
         return hidden + torch.cat((sine, cosine), dim=-1).to(hidden.dtype)
 
 
@@ -32,7 +32,8 @@ class Sinusoidal(PositionalMethod):
 class Learned(PositionalMethod):
     """Adds a learned vector per position: the rows of the table `weight`, `[max_positions, e]`."""
 
-    weight: nn.Parameter  # type: ignore[assignment]  # the checkpoints' name for the table; this method has no weight hook
+    # The checkpoints' name for the table; this method has no weight hook.
+    weight: nn.Parameter  # type: ignore[assignment]
 
     def __init__(self, hidden_size: int, max_positions: int, init_std: float = 0.02):
         super().__init__()
@@ -45,6 +46,7 @@ class Learned(PositionalMethod):
 
     def embed(self, hidden: Tensor, positions: Tensor) -> Tensor:
         """Raises PositionsExceeded for a position beyond the table."""
+        # Positions are on the CPU, so this does not wait for a GPU.
         last = -1
         if positions.numel():
             last = int(positions.max())

@@ -13,6 +13,7 @@ def alibi_slopes(num_heads: int) -> tuple[float, ...]:
     Otherwise the slopes for the largest power of two P below H, followed by every second slope for
     2P.
     """
+    # Of 2P, the slopes between those of P: the first, the third and so on.
     power = 1 << (num_heads.bit_length() - 1)
     slopes = [2.0 ** (-8.0 * i / power) for i in range(1, power + 1)]
     intermediate = [2.0 ** (-8.0 * i / (2 * power)) for i in range(1, 2 * power + 1, 2)]
@@ -31,7 +32,7 @@ class Alibi(Bias):
         self._slopes_on = DeviceConstant(self.slopes)
 
     def bias(self, distance: Tensor) -> Tensor:
-        slopes = self._slopes_on(distance.device)
+        slopes = self._slopes_on(distance.device)  # [h]
         return -slopes.reshape(-1, *[1] * distance.dim()) * distance.float()
 
 

@@ -15,8 +15,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kerple.positional.functional import check_not_sharded
-
 
 @dataclass(frozen=True)
 class ModelShape:
@@ -147,8 +145,7 @@ class PositionalMethod(nn.Module):
         length_dependent: whether the result for a token depends on the length of its text. Then
             keys of a shorter text cannot be cached.
         computed: names of tensors that older checkpoints store and this method computes.
-        evaluation_options: options that do not affect the parameters, so evaluation can change
-            them.
+        evaluation_options: options that evaluation can change: they affect no parameters.
     """
 
     hooks: frozenset[str] = frozenset()
@@ -213,11 +210,19 @@ class PositionalMethod(nn.Module):
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """As in nn.Module. Raises ValueError for FSDP2's `fully_shard`, which asks each module for
-        its own parameters, if it has sharded them before.
+        """As in nn.Module. Raises ValueError if FSDP2 would shard the parameters a second time: it
+        would fail without naming the reason.
         """
+        # `fully_shard` asks each module for its own parameters.
         if not recurse:
-            check_not_sharded(self, caller=sys._getframe(1).f_globals["__name__"])
+            caller = sys._getframe(1).f_globals.get("__name__", "")
+            sharded = "DTensor" in [type(each).__name__ for each in self._parameters.values()]
+            if sharded and caller.startswith("torch.distributed.fsdp"):
+                raise ValueError(
+                    f"{type(self).__name__}: fully_shard has already sharded this method's "
+                    "parameters with another layer. Layers that share a method cannot be wrapped "
+                    "one by one: wrap only the root module, or give each layer a method of its own"
+                )
         return super().named_parameters(prefix, recurse, remove_duplicate)
 
     def embed(self, hidden: Tensor, positions: Tensor) -> Tensor:
@@ -239,9 +244,7 @@ class PositionalMethod(nn.Module):
         return None
 
     def table(self, distance: Tensor) -> Tensor | None:
-        """Values for `modify_scores` at the float32 distances `[n]`, of any shape that ends in n,
-        or None.
-        """
+        """Values for `modify_scores` at float32 distances `[n]`, `[..., n]` or None."""
         return None
 
     def mapped_table(self, distance: Tensor) -> Tensor | None:
@@ -260,6 +263,7 @@ class PositionalMethod(nn.Module):
         """
         if not chunk.causal or not self.lookahead:
             return self.modify_scores(chunk)
+        # Masked keys at the next positions, which are removed from the result.
         following = torch.arange(self.lookahead, device="cpu") + chunk.key_positions[-1] + 1
         longer = replace(
             chunk,
@@ -293,9 +297,7 @@ class PositionalMethod(nn.Module):
         """
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
-        """Draw the initial parameters. Their values depend only on the generator, not on dtype or
-        device.
-        """
+        """Draw the initial parameters, which depend on the generator, not on dtype or device."""
 
     def bounds(self) -> dict[str, tuple[float, float | None]]:
         """Name -> (lowest, highest value) of the method's own parameters that have bounds; None: no
@@ -306,9 +308,7 @@ class PositionalMethod(nn.Module):
         return {}
 
     def statistics(self) -> dict[str, Tensor]:
-        """Values to log during training: name -> float32 `[h]`, detached and clamped to their
-        bounds.
-        """
+        """Values to log in training: name -> float32 `[h]`, detached and within their bounds."""
         return {}
 
     @torch.no_grad()
@@ -322,12 +322,14 @@ class PositionalMethod(nn.Module):
         if "bias" not in self.hooks:
             raise ValueError(f"{type(self).__name__} has no bias, so it has no effective length")
         device = next((parameter.device for parameter in self.parameters()), None)
+        # argmax is 0 both for a bias below the threshold at once and for one that never is.
         below = self.bias(torch.arange(limit, dtype=torch.float32, device=device)) < threshold
         first = below.to(torch.uint8).argmax(dim=1)
         return torch.where(below.any(dim=1), first, limit)
 
     @classmethod
     def _arguments(cls) -> dict[str, inspect.Parameter]:
+        """The constructor's arguments, without *args and **kwargs."""
         named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
         parameters = inspect.signature(cls.__init__).parameters.values()
         arguments = {argument.name: argument for argument in parameters if argument.kind in named}
@@ -366,6 +368,7 @@ class PositionalMethod(nn.Module):
 
         Raises ValueError for an unknown option or an invalid value.
         """
+        # Options are the arguments that are no sizes.
         wrapping = {name: options.pop(name) for name in WRAPPERS if name in options}
         arguments = set(cls._arguments())
         sizes = {field.name for field in fields(ModelShape)}
@@ -389,12 +392,7 @@ class PositionalMethod(nn.Module):
 # Option that is valid for any method -> function of (class, constructor arguments, shape, values of
 # such options) that builds the method with it. Modules that change any method, such as
 # `wrappers.py`, add their options.
-WRAPPERS: dict[
-    str,
-    Callable[
-        [type[PositionalMethod], dict[str, Any], ModelShape, dict[str, Any]], PositionalMethod
-    ],
-] = {}
+WRAPPERS: dict[str, Callable[..., PositionalMethod]] = {}
 
 
 class Bias(PositionalMethod):
@@ -406,9 +404,7 @@ class Bias(PositionalMethod):
 
     @abstractmethod
     def bias(self, distance: Tensor) -> Tensor:
-        """float32 `[h, *distance.shape]`, for float32 distances >= 0 of any shape, in any parameter
-        dtype.
-        """
+        """float32 `[h, *distance.shape]`, for float32 distances >= 0 of any shape."""
 
 
 class ScoreModifier(PositionalMethod):

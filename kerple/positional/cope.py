@@ -39,11 +39,15 @@ class Cope(ScoreModifier):
 
     def modify_scores(self, chunk: Chunk) -> Tensor:
         scores = chunk.scores
-        gates = scores.sigmoid().masked_fill(chunk.mask, 0.0)
+        gates = scores.sigmoid().masked_fill(chunk.mask, 0.0)  # [b, h, c, l]
         # Summing backwards from the query keeps the small sums exact; the large ones are clamped
         # anyway.
         positions = gates.flip(-1).cumsum(-1).flip(-1).clamp(max=self.pos_emb.shape[1] - 1)
-        below, above = positions.detach().long(), positions.detach().ceil().long()
-        products = chunk.query.to(scores.dtype) @ self.pos_emb.to(scores.dtype)
-        low, high = products.gather(-1, below), products.gather(-1, above)
+        below = positions.detach().long()
+        above = positions.detach().ceil().long()
+
+        # The products with the vectors of the integer positions on both sides.
+        products = chunk.query.to(scores.dtype) @ self.pos_emb.to(scores.dtype)  # [b, h, c, p]
+        low = products.gather(-1, below)
+        high = products.gather(-1, above)
         return scores + torch.lerp(low, high, positions - below)

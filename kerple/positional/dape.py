@@ -137,9 +137,11 @@ class Adaptive(ScoreModifier):
         check_heads(chunk.scores, self.num_heads, "DAPE")
         positions = chunk.query_positions, chunk.key_positions
         # Keys after the query have the same distances as keys before it, and are not hidden.
-        after, hidden_mask = chunk.table, chunk.mask
+        after = chunk.table
+        hidden_mask = chunk.mask
         if chunk.causal:
-            after, hidden_mask = None, self.hidden_mask(chunk.mask, *positions)
+            after = None
+            hidden_mask = self.hidden_mask(chunk.mask, *positions)
         bias = None
         if isinstance(self.static, Fire):
             bias = self.static.pair_bias(*positions, chunk.scores, chunk.table, chunk.causal)
@@ -151,11 +153,16 @@ class Adaptive(ScoreModifier):
         """The final scores for scores `[b, h, c, l]` and a static bias `[h, c, l]`. masks: see
         `apply_weight`, for each layer.
         """
+        # One input per head, or two.
         if bias is not None and self.variant == "Add_Residual":
-            scores, bias = scores + bias, None
+            scores = scores + bias
+            bias = None
+
+        # The parameters of both layers; their biases are columns [w, 1, 1] and [h, 1, 1].
         parameters = *self.first.weight_and_bias(), *self.second.weight_and_bias()
         weight_1, offset_1, weight_2, offset_2 = cast_together(parameters, scores.dtype)
-        offset_1, offset_2 = offset_1[:, None, None], offset_2[:, None, None]
+        offset_1 = offset_1[:, None, None]
+        offset_2 = offset_2[:, None, None]
         if bias is not None:
             # The bias is multiplied by its own columns of the weight, so it is not repeated along
             # the batch.
@@ -312,9 +319,7 @@ class DapeV2Alibi(DapeConvolution):
 
 @register("dape_v2_fire", "fire_dapev2")
 class DapeV2Fire(DapeConvolution):
-    """With FIRE's bias, and its option `threshold`. `mlp_width` is the width of f and of FIRE's
-    MLP.
-    """
+    """With FIRE's bias and its option `threshold`. `mlp_width` is the width of both MLPs."""
 
     def __init__(
         self,

@@ -120,10 +120,11 @@ def append_decay(
         scale: factor of q.k.
     """
     # The columns of the sums: those of each head's keys, and those of its queries.
-    group, parts = query.shape[1] // key.shape[1], PARTS[key.dtype]
+    group = query.shape[1] // key.shape[1]
+    parts = PARTS[key.dtype]
     sums = sums / (scale * FACTOR)
     by_kv_head = sums.unflatten(1, (-1, group)).transpose(2, 3)  # [b, g, t, group]
-    key_columns = _split(-by_kv_head, key.dtype, parts).flatten(-2)
+    key_columns = _split(-by_kv_head, key.dtype, parts).flatten(-2)  # [b, g, t, group parts]
     # The softmax cancels the number of the query, so its gradient is zero.
     query_columns = _split(sums[..., -query.shape[2] :].detach(), query.dtype, parts)
 
@@ -150,6 +151,7 @@ def appended_sums(key: Tensor, group: int, scale: float) -> Tensor:
 
 def _split(numbers: Tensor, dtype: torch.dtype, parts: int) -> Tensor:
     """`[..., parts]` whose sums are the numbers; the gradient goes through the first part."""
+    # Each part is the rounded rest of the parts before it.
     split = []
     for _ in range(parts):
         split.append(numbers.to(dtype))

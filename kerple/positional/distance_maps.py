@@ -54,9 +54,7 @@ class DistanceMap:
         return int(getattr(self, "window", 0))
 
     def __call__(self, distance: Tensor) -> Tensor:
-        """The mapped distances, of any shape, in the dtype of `distance`, a
-        floating-point dtype.
-        """
+        """The mapped distances, of the shape and floating-point dtype of `distance`."""
         raise NotImplementedError
 
     def far_positions(
@@ -84,7 +82,9 @@ class Clip(DistanceMap):
     def far_positions(
         self, query_positions: Tensor, key_positions: Tensor
     ) -> tuple[Tensor, Tensor]:
-        query, key = query_positions.double(), key_positions.double()
+        # All far pairs have the same distance.
+        query = query_positions.double()
+        key = key_positions.double()
         return torch.full_like(query, self.window), torch.zeros_like(key)
 
 
@@ -102,6 +102,7 @@ class Leaky(DistanceMap):
     def far_positions(
         self, query_positions: Tensor, key_positions: Tensor
     ) -> tuple[Tensor, Tensor]:
+        # (i - j) / factor + offset is the mapped distance.
         offset = self.window - self.window / self.factor
         return query_positions.double() / self.factor + offset, key_positions.double() / self.factor
 
@@ -120,7 +121,9 @@ class Group(DistanceMap):
     def far_positions(
         self, query_positions: Tensor, key_positions: Tensor
     ) -> tuple[Tensor, Tensor]:
-        query, key = query_positions // self.size, key_positions // self.size
+        # Positions are divided, not distances, as in the paper.
+        query = query_positions // self.size
+        key = key_positions // self.size
         return (query + self.window - self.window // self.size).double(), key.double()
 
 
@@ -156,9 +159,7 @@ class Linear(DistanceMap):
 
 @dataclass(frozen=True)
 class Log(DistanceMap):
-    """δ up to `window`, then window * (1 + ln(δ / window)). Not linear, so rotations
-    cannot use it.
-    """
+    """δ up to `window`, then window * (1 + ln(δ / window)), which rotations cannot use."""
 
     piecewise_linear = False
     window: int

@@ -41,9 +41,12 @@ class Fire(ScoreModifier):
             raise ValueError(
                 f"threshold {threshold}: FIRE's threshold is a number of tokens above 0"
             )
-        self.num_heads, self.threshold = num_heads, float(threshold)
-        self.c, self.m = nn.Parameter(torch.empty(1)), nn.Parameter(torch.empty(1))
-        self.first, self.second = MLPLayer(1, mlp_width), MLPLayer(mlp_width, num_heads)
+        self.num_heads = num_heads
+        self.threshold = float(threshold)
+        self.c = nn.Parameter(torch.empty(1))
+        self.m = nn.Parameter(torch.empty(1))
+        self.first = MLPLayer(1, mlp_width)
+        self.second = MLPLayer(mlp_width, num_heads)
         self.reset_parameters()
 
     @torch.no_grad()
@@ -54,9 +57,7 @@ class Fire(ScoreModifier):
         self.second.reset_parameters(generator)
 
     def mapped_table(self, distance: Tensor) -> Tensor:
-        """The mapped distances themselves, `[n]`, because the bias also depends on the query's
-        position.
-        """
+        """The mapped distances `[n]`, because the bias also depends on the query's position."""
         return distance
 
     def pair_bias(
@@ -73,6 +74,7 @@ class Fire(ScoreModifier):
         mapped: a distance map's values for the distances 0 ... n-1, `[n]`. The query's position is
             mapped like a distance: it is the distance to the first token.
         """
+        # Positions and parameters in the dtype of the scores.
         query = positions_on(query_positions, like.device, like.dtype)
         key = positions_on(key_positions, like.device, like.dtype)
         parameters = *self.first.weight_and_bias(), *self.second.weight_and_bias(), self.c, self.m
@@ -80,10 +82,11 @@ class Fire(ScoreModifier):
             parameters, like.dtype
         )
         if mapped is None:
-            distance = (query[:, None] - key).abs_()
+            distance = (query[:, None] - key).abs_()  # [c, l]
         else:
             mapped = mapped.to(like.dtype)
-            distance, query = by_pair(mapped, query_positions, key_positions), mapped[query.long()]
+            distance = by_pair(mapped, query_positions, key_positions)
+            query = mapped[query.long()]
         later = query[:, None]
         if not causal:
             later = torch.maximum(later, key)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 
 def positions_on(
@@ -31,11 +31,10 @@ def positions_on(
 
 
 def cast_together(tensors: Sequence[Tensor], dtype: torch.dtype) -> Sequence[Tensor]:
-    """The tensors in another dtype. Several small ones are cast by two kernels instead of one
-    kernel each.
-    """
+    """The tensors in another dtype: small ones are cast by two kernels, not by one each."""
     if all(tensor.dtype == dtype for tensor in tensors):
         return tensors
+    # One tensor of all of them is cast, and split.
     flat = torch.cat([tensor.flatten() for tensor in tensors]).to(dtype)
     parts = flat.split([tensor.numel() for tensor in tensors])
     return [part.view_as(tensor) for part, tensor in zip(parts, tensors, strict=True)]
@@ -110,6 +109,7 @@ class LatestResults:
         """compute(device, *positions), or its cached result."""
         if any(part.device.type != "cpu" for part in positions) or not may_cache():
             return compute(device, *positions)
+        # The latest entry comes first, and replaces the oldest.
         for cached, cached_device, result in self.entries:
             if cached_device == device and all(map(torch.equal, cached, positions)):
                 return result
@@ -178,8 +178,10 @@ class Angles:
         else:
             even = torch.arange(0, self.size, 2, dtype=self.dtype, device=positions.device)
             values = 1.0 / self.base ** (even / self.size)
+        # Every position times every frequency.
         angles = positions.to(self.dtype)[:, None] * values  # [s, n/2]
-        cosines, sines = angles.cos() * self.scale, angles.sin() * self.scale
+        cosines = angles.cos() * self.scale
+        sines = angles.sin() * self.scale
         return cosines.float().to(device), sines.float().to(device)
 
 
@@ -197,6 +199,7 @@ def by_distance(
         raise ValueError(
             "the positions are not consecutive, so their distances form no diagonals: use by_pair"
         )
+    # The distances in the table, from the farthest on, and zeros for those outside of it.
     farthest = int(query_positions[-1] - key_positions[0])
     nearest = farthest - (len(query_positions) + len(key_positions) - 2)
     last = table.shape[-1] - 1
@@ -235,27 +238,10 @@ def consecutive(positions: Tensor) -> bool:
 
 
 def check_heads(states: Tensor, num_heads: int, method: str) -> None:
-    """Raises ValueError unless queries or scores `[b, h, ...]` have the heads that a method was
-    built for.
-    """
+    """Raises ValueError unless queries or scores `[b, h, ...]` have the method's heads."""
     if states.shape[1] != num_heads:
         raise ValueError(
             f"{method} was built for {num_heads} heads, but {list(states.shape)} has "
             f"{states.shape[1]}; queries are [b, h, s, d]: if these are [b, s, h, d], pass "
             "query.transpose(1, 2), and the same for key and value"
         )
-
-
-def check_not_sharded(method: nn.Module, caller: str) -> None:
-    """Raises ValueError if FSDP2, the calling module, would shard the own parameters of a method a
-    second time. It would fail without naming the reason.
-    """
-    if not caller.startswith("torch.distributed.fsdp"):
-        return
-    for parameter in method._parameters.values():
-        if type(parameter).__name__ == "DTensor":
-            raise ValueError(
-                f"{type(method).__name__}: fully_shard has already sharded this method's "
-                "parameters with another layer. Layers that share a method cannot be wrapped one "
-                "by one: wrap only the root module, or give each layer a method of its own"
-            )

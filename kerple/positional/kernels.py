@@ -49,9 +49,7 @@ EXPONENT = Scalar(2.0, exponent=True)
 
 
 class Kernel(NamedTuple):
-    """`value(distance, *scalars)` is elementwise, with broadcasting, in the precision of its
-    arguments.
-    """
+    """`value(distance, *scalars)` is elementwise, in the precision of its arguments."""
 
     scalars: dict[str, Scalar]
     value: Callable[..., Tensor]
@@ -98,6 +96,7 @@ def parse_sum(text: str) -> tuple[Term, ...]:
         )
     terms = []
     for part in text.split("+"):
+        # An optional factor, and the name of a kernel.
         match = _TERM.fullmatch(part.strip())
         if match is None:
             raise ValueError(
@@ -106,7 +105,8 @@ def parse_sum(text: str) -> tuple[Term, ...]:
                 "Differences and products of kernels are not conditionally positive definite; to "
                 "multiply the scores by a kernel, use the option weight"
             )
-        name, factor = match["kernel"], float(match["factor"] or 1.0)
+        name = match["kernel"]
+        factor = float(match["factor"] or 1.0)
         if name not in KERNELS:
             similar = difflib.get_close_matches(name, KERNELS, n=3) or KERNELS
             raise ValueError(
@@ -137,6 +137,7 @@ def is_cpd(kernel: DistanceKernel, points: Iterable[float]) -> Tensor:
     kernel: float64 distances `[n, n]` -> `[h, n, n]` or `[n, n]`, such as a method's `bias`. Raises
     ValueError for fewer than two points, duplicate points, and values that are not finite.
     """
+    # The Gram matrix of the points, and its rounding.
     x = torch.as_tensor([float(point) for point in points], dtype=torch.float64)
     if len(x) < 2 or len(x.unique()) < len(x):
         raise ValueError(f"at least two points are needed, all different; got {len(x)}")

@@ -82,6 +82,8 @@ class Kerple(Bias):
                 "definite"
             )
         self.highest_exponent = float(highest_exponent)
+
+        # A parameter per scalar, of the shape in the authors' checkpoints.
         for name in self.scalars:
             self.register_parameter(name, nn.Parameter(torch.empty(num_heads, 1, 1)))
         self.reset_parameters()
@@ -141,6 +143,8 @@ class Kerple(Bias):
             if factor != 1.0:
                 value = factor * value
             values.append(value)
+
+        # The terms in their order, because sums of floating-point numbers depend on it.
         if not values:
             return distance.new_zeros(self.num_heads, *distance.shape)
         total = values[0]
@@ -152,6 +156,7 @@ class Kerple(Bias):
         self, terms: Terms, distance: Tensor, outer: Callable[[Tensor], Tensor]
     ) -> TableJacobian | None:
         """The derivatives of outer(sum of the terms) with respect to the scalars."""
+        # The scalars of all terms are the coefficients.
         names = [prefix + name for prefix, term in terms for name in KERNELS[term.kernel].scalars]
         if not names:
             return None
@@ -161,6 +166,7 @@ class Kerple(Bias):
             columns = dict(zip(names, values.unbind(1), strict=True))
             return outer(self._sum(terms, distance, columns.__getitem__))
 
+        # A derivative per coefficient, in forward mode.
         values = coefficients.detach()
         tangents = torch.eye(len(names), dtype=values.dtype, device=values.device)
         # A head's row of the table depends only on that head's scalars, so one tangent serves all

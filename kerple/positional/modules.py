@@ -9,9 +9,7 @@ from kerple.positional.base import PositionalMethod
 
 
 def outermost(module: nn.Module, name: str = "") -> Iterator[tuple[str, PositionalMethod]]:
-    """(name, method) for the positional methods in a module, except those that are part of another
-    method.
-    """
+    """(name, method) for the positional methods in a module that are no part of another one."""
     if isinstance(module, PositionalMethod):
         yield name, module
         return

@@ -69,11 +69,10 @@ def primary_names() -> tuple[str, ...]:
 
 
 def method_class(name: str) -> type[PositionalMethod]:
-    """The class with this `pos-emb` name. Raises ValueError, with the most similar names, if there
-    is none.
-    """
+    """The class with this `pos-emb` name. Raises ValueError, with similar names, if none has it."""
     if name in _METHODS:
         return _METHODS[name]
+    # Without a similar name, all of them.
     similar = difflib.get_close_matches(name, _METHODS, n=3) or registered_names()
     raise ValueError(f"pos-emb {name!r} is unknown; did you mean {' or '.join(similar)}?")
 
@@ -101,6 +100,7 @@ def place_in_plugin(error: BaseException) -> str | None:
     """The innermost file, line and function of a method outside of this package that an exception
     passed through; None if there is none.
     """
+    # The files of methods that users registered.
     modules = {method.__module__ for method in _METHODS.values()}
     own = [name for name in modules if not name.startswith("kerple.positional.")]
     files = {getattr(sys.modules.get(name), "__file__", None) for name in own}

@@ -124,7 +124,8 @@ class _HalfSplit(torch.autograd.Function):
         half = cosine.shape[-1]
         exact = states.to(torch.promote_types(states.dtype, torch.float32))
         rotated = torch.empty(states.shape, dtype=exact.dtype, device=states.device)
-        first, second = exact[..., :half], exact[..., half : 2 * half]
+        first = exact[..., :half]
+        second = exact[..., half : 2 * half]
         # On a CPU, writing into the result takes a third of the time of adding two products.
         torch.mul(first, cosine, out=rotated[..., :half]).addcmul_(second, sine, value=-1)
         torch.mul(second, cosine, out=rotated[..., half : 2 * half]).addcmul_(first, sine)
@@ -171,7 +172,6 @@ class Rotary(Rotation):
         low_freq_factor: float | None = None,
         high_freq_factor: float | None = None,
     ):
-        # Options without an effect are rejected, like invalid ones.
         super().__init__()
         self.rotated = int(head_size * fraction)
         if not 0 < self.rotated <= head_size or self.rotated % 2:
@@ -179,6 +179,8 @@ class Rotary(Rotation):
                 f"rotary rotates pairs of dimensions: head size {head_size} times fraction "
                 f"{fraction} gives {self.rotated}, which is not an even number in 2 ... {head_size}"
             )
+
+        # Options without an effect are rejected, like invalid ones.
         _check_options(
             scaling,
             {
@@ -216,19 +218,23 @@ class Rotary(Rotation):
         elif scaling == "ntk":
             scaled = default_frequencies(self.rotated, ntk_base(base, factor, self.rotated))
         elif scaling == "yarn":
-            fast, slow = _default(beta_fast, 32.0), _default(beta_slow, 1.0)
+            fast = _default(beta_fast, 32.0)
+            slow = _default(beta_slow, 1.0)
             scaled = yarn_frequencies(self.rotated, base, factor, length, fast, slow)
             # Multiplies cosines and sines of both queries and keys.
             scale = _default(attention_factor, 0.1 * math.log(factor) + 1.0)
         elif scaling == "llama3":
-            low, high = _default(low_freq_factor, 1.0), _default(high_freq_factor, 4.0)
+            low = _default(low_freq_factor, 1.0)
+            high = _default(high_freq_factor, 4.0)
             scaled = llama3_frequencies(self.rotated, base, factor, length, low, high)
         elif scaling == "dynamic":
             self.dynamic = factor, length
 
         # What inference modes and attention read.
-        self.interpolated, self.score_scale = scaling is not None, scale**2
-        self.length_dependent, self.turns = self.dynamic is not None, self.dynamic is None
+        self.interpolated = scaling is not None
+        self.score_scale = scale**2
+        self.length_dependent = self.dynamic is not None
+        self.turns = self.dynamic is None
         if scaled is not None:
             self.angles = Angles(self.rotated, base, frequencies=scaled, scale=scale)
 
@@ -240,6 +246,7 @@ class Rotary(Rotation):
     def angles_at(self, positions: Tensor) -> Angles:
         if self.dynamic is None or not len(positions):
             return self.angles
+        # Only a text that begins at position 0 has its own length.
         factor, trained_length = self.dynamic
         length = int(positions[-1]) + 1
         if length <= trained_length:
@@ -257,6 +264,7 @@ def _check_options(scaling: str | None, options: Mapping[str, int | float | None
     """Raise ValueError for an unknown scaling, options of another scaling, and invalid values. None
     means not set.
     """
+    # The options that have an effect.
     valid: tuple[str, ...] = ()
     if scaling is not None:
         if scaling not in SCALINGS:
@@ -271,10 +279,12 @@ def _check_options(scaling: str | None, options: Mapping[str, int | float | None
                 f"{name} {value} has no effect with scaling {scaling!r}; it is an option of "
                 f"{scalings}"
             )
+        # Booleans are integers in Python.
         types: tuple[type, ...] = (int, float)
         description = "a number"
         if name in INTEGER_OPTIONS:
-            types, description = (int,), "an integer"
+            types = (int,)
+            description = "an integer"
         if not isinstance(value, types) or isinstance(value, bool) or value < 0:
             raise ValueError(f"{name} {value!r} must be {description} >= 0")
     factor = options["factor"]
@@ -308,6 +318,7 @@ def yarn_frequencies(
     def index(turns: float) -> float:
         return size * math.log(trained_length / (turns * 2 * math.pi)) / (2 * math.log(base))
 
+    # From 0 at the last frequency that stays to 1 at the first that is divided.
     first = max(math.floor(index(beta_fast)), 0)
     last = min(math.ceil(index(beta_slow)), size - 1)
     width = (last - first) or 0.001
@@ -387,7 +398,7 @@ class XPos(Rotation):
         return int(SEGMENT * self.scale_base)
 
     def turn(self, states: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
-        even, odd = states.unflatten(-1, (-1, 2)).unbind(-1)
+        even, odd = states.unflatten(-1, (-1, 2)).unbind(-1)  # [b, h, s, d/2]
         rotated = torch.stack((even * cosine - odd * sine, odd * cosine + even * sine), dim=-1)
         return rotated.flatten(-2).to(states.dtype)
 
@@ -403,14 +414,14 @@ class XPos(Rotation):
     def _factors(
         self, device: torch.device, queries: Tensor, keys: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """The factors of queries `[s, d]` and keys `[t, d]`, float32, for their positions, int64 or
-        float64.
-        """
-        log_zeta = self.log_zeta(device) / self.scale_base
+        """The factors of queries `[s, d]` and keys `[t, d]` at their positions, float32."""
+        # Relative to the middle of the queries, so that their own factors stay near 1.
+        log_zeta = self.log_zeta(device) / self.scale_base  # [d/2]
         middle = (queries[0] + queries[-1]).double() / 2
         both = []
         for positions, sign in ((queries, 1), (keys, -1)):
             offsets = sign * (positions_on(positions, device, torch.float64) - middle)
-            powers = torch.threshold((offsets[:, None] * log_zeta).exp(), MIN_FACTOR, 0.0)
+            powers = (offsets[:, None] * log_zeta).exp()  # [s or t, d/2]
+            powers = torch.threshold(powers, MIN_FACTOR, 0.0)
             both.append(powers.float().repeat_interleave(2, dim=-1))
         return both[0], both[1]

@@ -1,6 +1,4 @@
-"""Sandwich: the inner products of sinusoidal embeddings, as a fixed bias per head (arXiv
-2212.10356).
-"""
+"""Sandwich: inner products of sinusoidal embeddings as fixed biases (arXiv 2212.10356)."""
 
 import torch
 from torch import Tensor
@@ -30,7 +28,9 @@ class Sandwich(Bias):
                 "sandwich needs an even number of dimensions and a base above 1; got dimensions "
                 f"{dimensions}, base {base}"
             )
-        self.num_heads, self.dimensions, self.base = num_heads, dimensions, float(base)
+        self.num_heads = num_heads
+        self.dimensions = dimensions
+        self.base = float(base)
 
     def bias(self, distance: Tensor) -> Tensor:
         # float64, because the angles reach 65,536 and many of them are summed. The heads share the
@@ -43,5 +43,6 @@ class Sandwich(Bias):
         for chunk in distance.flatten().double().split(CHUNK):
             sums.append(-2 * ((chunk[:, None] * frequencies) / 2).sin().square().sum(dim=1))
         heads = torch.arange(1, self.num_heads + 1, dtype=torch.float64, device=distance.device)
+        # The compression ratio of each head, [h, 1, ...].
         ratio = (8 * heads / self.num_heads).reshape(-1, *[1] * distance.dim())
         return (torch.cat(sums).reshape(distance.shape) / ratio).float()

@@ -23,9 +23,7 @@ from kerple.positional.registry import register
 
 @register("stick_breaking")
 class StickBreaking(ScoreModifier):
-    """The nearest keys before the query take their shares first; the query's own value gets the
-    rest.
-    """
+    """The nearest keys take their shares first; the query's own value gets the rest."""
 
     shared = True
 

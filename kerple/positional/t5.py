@@ -1,6 +1,4 @@
-"""T5's relative position bias: a learned value per head and bucket of distances (arXiv
-1910.10683).
-"""
+"""T5's bias: a learned value per head and bucket of distances (arXiv 1910.10683)."""
 
 import math
 
@@ -25,6 +23,7 @@ def bucket_starts(num_buckets: int, max_distance: int) -> list[int]:
     starts = list(range(exact))
     for k in range(logarithmic):
         bound = max_distance**k * exact ** (logarithmic - k)
+        # A floating-point estimate, one below, to begin the search.
         start = max(int(exact * (max_distance / exact) ** (k / logarithmic)) - 1, exact)
         while start**logarithmic < bound:
             start += 1
@@ -43,7 +42,8 @@ class T5(Bias):
     the query share the first half of the buckets, and keys after it the second half.
     """
 
-    weight: nn.Parameter  # type: ignore[assignment]  # the checkpoints' name for the table; this method has no weight hook
+    # The checkpoints' name for the table; this method has no weight hook.
+    weight: nn.Parameter  # type: ignore[assignment]
 
     def __init__(
         self,
@@ -54,6 +54,7 @@ class T5(Bias):
         bidirectional: bool = False,
     ):
         super().__init__()
+        # The buckets of keys up to the query; with `bidirectional`, as many again for later keys.
         self.signed = bidirectional
         self.buckets_before = num_buckets
         if bidirectional:
@@ -67,6 +68,8 @@ class T5(Bias):
             )
         self.scale = math.sqrt(head_size)
         self.weight = nn.Parameter(torch.empty(num_buckets, num_heads))
+
+        # Where the buckets begin, for the search of a distance's bucket.
         starts = bucket_starts(self.buckets_before, max_distance)
         self.last_start = starts[-1]
         self._later_starts_on = DeviceConstant(starts[1:], torch.int64)

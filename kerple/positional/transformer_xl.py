@@ -68,15 +68,18 @@ class TransformerXL(ScoreModifier):
 
     def table(self, distance: Tensor) -> Tensor:
         """W r_δ per head, `[h, d, n]`."""
-        cosine, sine = self.angles(distance, distance.device)
+        cosine, sine = self.angles(distance, distance.device)  # [n, e/2]
         dtype = torch.promote_types(self.content_bias.dtype, torch.float32)
-        vectors: Tensor = self.relative(torch.cat((sine, cosine), dim=-1).to(dtype))
+        vectors: Tensor = self.relative(torch.cat((sine, cosine), dim=-1).to(dtype))  # [n, h d]
         return vectors.view(len(distance), self.num_heads, -1).permute(1, 2, 0)
 
     def modify_scores(self, chunk: Chunk) -> Tensor:
         assert chunk.table is not None  # `table` above never returns None
-        scores, queries, keys = chunk.scores, chunk.query_positions, chunk.key_positions
-        table, after = chunk.table, None
+        scores = chunk.scores
+        queries = chunk.query_positions
+        keys = chunk.key_positions
+        table = chunk.table
+        after = None
         if not chunk.causal:
             table, after = table.unbind()
         # `rotate` has added u to the query, which becomes q + v.
@@ -84,12 +87,12 @@ class TransformerXL(ScoreModifier):
         query = chunk.query.to(scores.dtype) + difference.to(scores.dtype)  # [b, h, c, d]
         if consecutive(queries) and consecutive(keys):
             vectors = by_distance(table, queries, keys, after)  # [h, d, c + l - 1]
-            products = query @ vectors.to(scores.dtype)
+            products = query @ vectors.to(scores.dtype)  # [b, h, c, c + l - 1]
             return scores + self.scale * _relative_shift(products, len(keys))
 
         # Random positions (`wrappers.py`): the products with the vectors of all distances.
         distance = (queries[:, None] - keys).clamp(min=0)
-        products = query @ table[..., : int(distance.max()) + 1].to(scores.dtype)
+        products = query @ table[..., : int(distance.max()) + 1].to(scores.dtype)  # [b, h, c, n]
         index = distance.to(scores.device).expand_as(scores)
         return scores + self.scale * products.gather(-1, index)
 

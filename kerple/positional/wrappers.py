@@ -54,9 +54,7 @@ OPTIONS = ("random_range", "random_length", "random_seed")
 
 @dataclass(frozen=True)
 class RandomPositions:
-    """Maps positions 0, 1, 2 ... to an increasing random sample, without repetition, of `range`
-    positions.
-    """
+    """Maps positions 0, 1, 2 ... to an increasing sample, without repetition, of `range`."""
 
     range: int
     length: int
@@ -77,9 +75,7 @@ class RandomPositions:
             )
 
     def training_positions(self, count: int, step: int, seed: int) -> Tensor:
-        """A sample of `count` positions for a training step of a run with this seed: int64
-        `[count]`.
-        """
+        """The sample of a training step of a run with this seed: int64 `[count]`."""
         self.check(count)
         digest = hashlib.sha256(f"{self.seed} {seed} {step}".encode()).digest()
         return _sample(self.range, count, int.from_bytes(digest[:7], "big"))
@@ -139,6 +135,7 @@ class Randomized(PositionalMethod):
                 "random positions are drawn for each training step: call begin_step(step) first, "
                 "or eval() to use the positions for evaluation"
             )
+        # All processes and layers draw the same sample.
         step, seed, length = self.step
         if len(positions) and int(positions[-1]) >= length:
             raise PositionsExceeded(
@@ -179,9 +176,8 @@ class Randomized(PositionalMethod):
 
     @property
     def segment(self) -> int:
-        """As many queries as have about the range of positions of one of the method's
-        own segments.
-        """
+        """As many queries as have about the range of positions of the method's own segment."""
+        # The positions of `length` tokens are spread over the range.
         length = self.text_length or self.random.length
         if self.training and self.step is not None:
             length = self.step[2]
@@ -193,6 +189,7 @@ class Randomized(PositionalMethod):
 
         Raises PositionsExceeded for more than r distances.
         """
+        # Sampled distances may be any below r, whatever the length of the text.
         self.random.check(distance.shape[-1])
         distances = torch.arange(self.random.range, dtype=torch.float32, device=distance.device)
         if "modify_scores" in self.plain.hooks:
@@ -221,7 +218,9 @@ class Randomized(PositionalMethod):
             )
 
         # Bias and weight of each pair, from the table of all distances.
-        table, scores, after = chunk.table, chunk.scores, None
+        table = chunk.table
+        scores = chunk.scores
+        after = None
         assert table is not None
         if not chunk.causal:
             after = table
@@ -249,8 +248,11 @@ def randomized(plain: type[PositionalMethod]) -> type[Randomized]:
         per_pair = plain.per_pair or "modify_scores" not in plain.hooks
         shift_invariant = False
 
+    # Named after the method, as in error messages. Its hooks are set last: a class gets those that
+    # it defines, and `Randomized` defines more.
     method: type[Randomized] = RandomizedMethod
-    method.plain, method.hooks = plain, plain.hooks
+    method.plain = plain
+    method.hooks = plain.hooks
     method.__name__ = method.__qualname__ = f"Randomized{plain.__name__}"
     method.__module__ = plain.__module__
     _CLASSES[plain] = method
@@ -279,6 +281,8 @@ def build_randomized(
         raise ValueError(
             f"{', '.join(options)}: random positions need random_range, the number to sample from"
         )
+
+    # The method itself, with its own options.
     method = randomized(plain)(**arguments)
     if method.length_dependent:
         raise ValueError(
@@ -286,14 +290,12 @@ def build_randomized(
             "depend on the length of the text; remove the option"
         )
     method.table_hooks = tuple(name for name in ("bias", "weight") if name in method.hooks)
+
+    # Its hooks that use positions. Not `modify_scores` of DAPE without a static bias, and of CoPE
+    # and stick-breaking, which count or order the keys of the text.
     positions = method.hooks & {"embed", "rotate", "bias", "weight", "modify_scores"}
-    # DAPE without a static bias, and CoPE and stick-breaking, which count or order the keys of the
-    # text.
-    counts_keys = (
-        "modify_scores" in positions
-        and not plain.per_pair
-        and plain.table is PositionalMethod.table
-    )
+    has_table = plain.table is not PositionalMethod.table
+    counts_keys = "modify_scores" in positions and not plain.per_pair and not has_table
     if getattr(method, "static", method) is None or counts_keys:
         positions &= {"rotate"}
     if not positions:
@@ -301,6 +303,8 @@ def build_randomized(
             f"random_range: {plain.__name__} has no positions that could be random; remove the "
             "option"
         )
+
+    # A table over distance is looked up for each pair, in both directions or one.
     if method.table_hooks:
         method.hooks = method.hooks - {"bias", "weight"} | {"modify_scores"}
     method.causal_only = method.causal_only or method.signed or "scale_qk" in method.hooks
@@ -339,6 +343,7 @@ class PerLayer(PositionalMethod):
         methods: Sequence[str | Mapping[str, Mapping[str, Any] | None]] = ("rotary", "none"),
     ):
         super().__init__()
+        # All layers check the whole list, so that an error does not depend on the layer.
         entries = self.entries(methods)
         for name, _ in entries:
             cls = method_class(name)
@@ -347,15 +352,22 @@ class PerLayer(PositionalMethod):
                     f"methods contains {name}, which cannot be the method of a layer; use methods "
                     "that act in attention"
                 )
+
+        # The method of this layer.
         name, options = entries[layer % len(entries)]
         shape = ModelShape(num_heads, head_size, hidden_size, num_layers, max_positions, layer)
         method = self.method = build(name, shape, **options)
 
         # What the method is, for attention and inference modes.
-        self.hooks, self.causal_only, self.signed = method.hooks, method.causal_only, method.signed
-        self.per_pair, self.shift_invariant = method.per_pair, method.shift_invariant
-        self.lookahead, self.length_dependent = method.lookahead, method.length_dependent
-        self.turns, self.interpolated = method.turns, method.interpolated
+        self.hooks = method.hooks
+        self.causal_only = method.causal_only
+        self.signed = method.signed
+        self.per_pair = method.per_pair
+        self.shift_invariant = method.shift_invariant
+        self.lookahead = method.lookahead
+        self.length_dependent = method.length_dependent
+        self.turns = method.turns
+        self.interpolated = method.interpolated
         self.score_scale = method.score_scale
 
     # Its hooks, and what else it computes.
@@ -432,9 +444,7 @@ class PerLayer(PositionalMethod):
     def trained_options(
         cls, *, methods: Any = ("rotary", "none"), **options: Any
     ) -> dict[str, Any]:
-        """The list as {name: trained options of this method}. Raises ValueError for an invalid
-        list.
-        """
+        """The list with the trained options of each method. Raises ValueError if it is invalid."""
         trained = []
         for name, values in cls.entries(methods):
             trained.append({name: method_class(name).trained_options(**values)})
@@ -445,6 +455,7 @@ class PerLayer(PositionalMethod):
         """(name, options) for each entry of the option `methods`. Raises ValueError if it is not a
         list of names and {name: options}.
         """
+        # A name without options, or a mapping of one name to its options.
         if not isinstance(methods, list | tuple) or not methods:
             raise ValueError(
                 f"methods {methods!r} must be a list of methods, such as [rotary, none]"

@@ -42,8 +42,8 @@ def imported_modules(path: Path) -> set[str]:
 # Module -> how many files of this project it may import, itself included.
 IMPORT_LIMITS = {
     "megatron.cli.report": 25,
-    "megatron.inference.loading": 75,
-    "megatron.training.loop": 103,
+    "megatron.inference.loading": 77,
+    "megatron.training.loop": 106,
 }
 
 

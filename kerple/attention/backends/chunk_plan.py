@@ -23,7 +23,8 @@ DEVICE_BYTES = 256 * 1024 * 1024
 # For methods with modify_scores: bytes of scores per chunk, and queries per chunk. On a GPU a chunk
 # needs about ten times as many bytes as its scores. Larger chunks launch fewer kernels, but compute
 # more masked scores.
-MODIFY_CPU_BYTES, MODIFY_DEVICE_BYTES = 4 * 1024 * 1024, 512 * 1024 * 1024
+MODIFY_CPU_BYTES = 4 * 1024 * 1024
+MODIFY_DEVICE_BYTES = 512 * 1024 * 1024
 MODIFY_DEVICE_SHARE = 48  # at most 1/48 of a GPU's memory
 MODIFY_MIN_ROWS, MODIFY_MAX_ROWS = 16, 128  # the maximum applies to CPUs only
 
@@ -67,7 +68,8 @@ class ChunkPlan:
     @classmethod
     def for_call(cls, call: AttentionCall) -> "ChunkPlan":
         batch, heads, s, _ = call.query.shape
-        t, max_kv_len = call.kv_len, call.max_kv_len
+        t = call.kv_len
+        max_kv_len = call.max_kv_len
         rows = min(s, max(MIN_ROWS, min(s // 2, MAX_ROWS)))
         budget = DEVICE_BYTES
         if call.query.device.type == "cpu":
@@ -80,7 +82,8 @@ class ChunkPlan:
             group_size = heads * min(batch, budget // (heads * head_bytes))
         else:
             # The largest group within the budget; a single head may exceed it.
-            shared, group_size = call.queries_per_kv, 1
+            shared = call.queries_per_kv
+            group_size = 1
             for size in range(2, heads + 1):
                 divides = heads % size == 0 and (size % shared == 0 or shared % size == 0)
                 if divides and size * head_bytes <= budget:
@@ -88,9 +91,7 @@ class ChunkPlan:
         return cls(batch, heads, call.kv_heads, s, t, max_kv_len, rows, merges_samples, group_size)
 
     def split(self, states: Tensor) -> list[Tensor]:
-        """`[b, h, s, d]` -> `[n, s, d]` per group. These are views, unless merging samples requires
-        a copy.
-        """
+        """`[b, h, s, d]` -> `[n, s, d]` per group; views, unless merging samples needs a copy."""
         if self.merges_samples:
             return list(states.flatten(0, 1).split(self.group_size))
         parts: list[Tensor] = []
@@ -103,7 +104,8 @@ class ChunkPlan:
         get equal views.
         """
         shared = self.heads // self.kv_heads
-        size, repeats = max(1, self.group_size // shared), max(1, shared // self.group_size)
+        size = max(1, self.group_size // shared)
+        repeats = max(1, shared // self.group_size)
         if self.merges_samples:
             return list(states.flatten(0, 1).split(size))
         parts: list[Tensor] = []
@@ -130,6 +132,7 @@ class ChunkPlan:
     def chunks(self) -> tuple[Chunk, ...]:
         """From the end of the sequence to its start."""
         chunks = []
+        # The keys of a chunk are those of its first query's window, up to its last query.
         for last in range(self.q_len, 0, -self.rows):
             first = max(0, last - self.rows)
             end = self.kv_len - self.q_len + last
@@ -153,9 +156,7 @@ class ToeplitzTable:
     """
 
     def __init__(self, plan: ChunkPlan, heads: int, fill: float, like: Tensor):
-        """heads: those of the plan, or 1 for a table that all heads share. fill: the value for
-        masked pairs.
-        """
+        """heads: those of the plan, or 1 for a shared table. fill: the value for masked pairs."""
         self.max_kv_len = plan.max_kv_len
         self.margin = plan.rows - 1
         self.width = self.max_kv_len + 2 * self.margin
@@ -186,7 +187,8 @@ class ToeplitzTable:
         pairs, a read-only view `[h, c, l]`. The chunk's queries are in reverse order.
         """
         _, rows, keys = scores.shape
-        shape, strides = (self.group_heads, rows, keys), (self.width, 1, 1)
+        shape = (self.group_heads, rows, keys)
+        strides = (self.width, 1, 1)
         first = self._offset(keys)
         if len(self.entries) > 1:
             first += first_head * self.width

@@ -32,7 +32,8 @@ class ChunkScores:
 
     def __init__(self, plan: ChunkPlan, call: AttentionCall, like: Tensor):
         self.scale = call.scale
-        bias, weight = call.tables.bias, call.tables.weight
+        bias = call.tables.bias
+        weight = call.tables.weight
         # On a CPU, float32 numbers that are almost zero are treated as zero; see MIN_SCORE.
         avoids_denormals = like.device.type == "cpu" and like.dtype == torch.float32
         if weight is not None and avoids_denormals:
@@ -80,15 +81,15 @@ class ChunkScores:
         return out
 
     def probabilities(self, first_head: int, products: Tensor, out: Tensor) -> Tensor:
-        """softmax(weight * products + bias), in `out`; `out` is `products` itself if there is no
-        weight.
-        """
+        """softmax(weight * products + bias), in `out`, which is `products` without a weight."""
         self.multiply_weight(first_head, products, out)
         scores, bias = self.bias.align(first_head, out)
         if self.only_causal:
             rows = out.shape[1]
-            scores, bias = scores[..., -rows:], bias[..., -rows:]
+            scores = scores[..., -rows:]
+            bias = bias[..., -rows:]
         scores.add_(bias)
+        # A row that is -inf everywhere gets probabilities of 0 instead of NaN.
         if self.may_be_empty:
             is_empty = out.amax(dim=-1, keepdim=True) == float("-inf")
             torch.softmax(out.masked_fill_(is_empty, 0.0), dim=-1, out=out)

@@ -52,6 +52,7 @@ def chunked_attention(call: AttentionCall) -> Tensor:
 
 def _attend_in_chunks(call: AttentionCall) -> Tensor:
     """Attention with any scores and masks: autograd recomputes each chunk."""
+    # The queries of a chunk, whose scores are all in memory.
     rows = modify_rows(call.query, call.kv_len)
     if call.query.device.type != "cpu":
         rows = -(-call.q_len // -(-call.q_len // rows))  # chunks of equal size
@@ -60,30 +61,30 @@ def _attend_in_chunks(call: AttentionCall) -> Tensor:
     recompute = partial(checkpoint, use_reentrant=False, preserve_rng_state=call.dropout_p > 0)
     contexts = []
     for first in range(0, call.q_len, rows):
-        last, position = min(first + rows, call.q_len), call.offset + first
+        last = min(first + rows, call.q_len)
+        position = call.offset + first
         keys = call.keys(slice(position, call.offset + last))
         attend = partial(attend_to_chunk, call=call, first_query=position, first_key=keys.start)
         if torch.is_grad_enabled():
             attend = partial(recompute, attend)
-        query, key, value = (
-            call.query[:, :, first:last],
-            call.key[:, :, keys],
-            call.value[:, :, keys],
-        )
+        query = call.query[:, :, first:last]
+        key = call.key[:, :, keys]
+        value = call.value[:, :, keys]
         contexts.append(attend(query, key, value, call.tables.scores))
     return joined(contexts)
 
 
 def _attend_to_single_query(call: AttentionCall) -> Tensor:
-    """Single-token decoding: one row of scores, whose distances are those of a table in reverse
-    order.
-    """
-    max_kv_len, dtype = call.max_kv_len, call.compute_dtype
-    key, value = call.key[:, :, -max_kv_len:], call.value[:, :, -max_kv_len:]
+    """Single-token decoding: one row of scores, with the distances of a table in reverse."""
+    max_kv_len = call.max_kv_len
+    dtype = call.compute_dtype
+    key = call.key[:, :, -max_kv_len:]
+    value = call.value[:, :, -max_kv_len:]
     # The queries of all heads that share a key/value head are the rows of one matrix.
     group = (call.kv_heads, call.queries_per_kv)
     query = call.query.squeeze(2).unflatten(1, group)  # [b, g, h/g, d]
-    bias, weight = call.tables.bias, call.tables.weight
+    bias = call.tables.bias
+    weight = call.tables.weight
     if bias is not None:
         bias = bias[:, :max_kv_len].flip(-1).unflatten(0, group)
     if weight is not None:
@@ -111,9 +112,7 @@ def _attend_to_single_query(call: AttentionCall) -> Tensor:
 
 
 class _SeededDropout:
-    """Dropout of probabilities that is repeated in the backward pass, chunk by chunk in the same
-    order.
-    """
+    """Dropout of probabilities that both passes repeat, chunk by chunk in the same order."""
 
     def __init__(self, probability: float, seed: int, device: torch.device):
         self.keep = 1.0 - probability
@@ -154,10 +153,13 @@ class _ChunkedAttention(torch.autograd.Function):
         weight_table: Tensor | None,
     ) -> Tensor:
         # The backward pass recomputes the scores, with the same dropout.
-        plan, seed = ChunkPlan.for_call(call), _draw_seed(call)
+        plan = ChunkPlan.for_call(call)
+        seed = _draw_seed(call)
         ctx.save_for_backward(query, key, value, bias_table, weight_table)
         ctx.plan, ctx.seed = plan, seed
-        ctx.scale, ctx.span, ctx.dropout_p = call.scale, call.span, call.dropout_p
+        ctx.scale = call.scale
+        ctx.span = call.span
+        ctx.dropout_p = call.dropout_p
         return _chunked_forward(call, plan, seed)
 
     @staticmethod
@@ -200,9 +202,12 @@ def _restored_call(
 
 def _chunked_forward(call: AttentionCall, plan: ChunkPlan, seed: int) -> Tensor:
     """The context `[b, h, s, v]`."""
-    query, key, value = call.query, call.key, call.value
+    query = call.query
+    key = call.key
+    value = call.value
     dropout = _SeededDropout.of(call, seed)
     like = query.new_empty(0, dtype=call.compute_dtype)
+    # What all chunks use: the result, the tables, and memory for one matrix.
     context = plan.empty_context(like, value.shape[3])
     scores = ChunkScores(plan, call, like)
     workspace = _Workspace(plan.group_size * plan.rows * plan.max_chunk_keys, like)
@@ -219,11 +224,12 @@ def _chunked_forward(call: AttentionCall, plan: ChunkPlan, seed: int) -> Tensor:
             matrix = workspace(len(queries), chunk.rows, chunk.keys)  # [n, c, l]
             chunk_key = keys.narrow(1, chunk.first_key, chunk.keys)  # [m, l, d]
             chunk_value = values.narrow(1, chunk.first_key, chunk.keys)  # [m, l, v]
+            # Its scores become probabilities in place.
             scores.products(scores.reversed_rows(queries, chunk), chunk_key, out=matrix)
             scores.probabilities(head, matrix, out=matrix)
             if dropout is not None:
                 matrix.mul_(dropout.factors(matrix))
-            rows = torch.bmm(by_kv_head(matrix, chunk_value), chunk_value)
+            rows = torch.bmm(by_kv_head(matrix, chunk_value), chunk_value)  # [m, n/m c, v]
             scores.write_reversed(contexts, chunk, rows.view(len(queries), chunk.rows, -1))
     return context.to(query.dtype)
 
@@ -237,7 +243,8 @@ def _chunked_backward(
     needs_grad_weight: bool,
 ) -> tuple[Tensor | None, ...]:
     """The gradients of query, key, value, bias table and weight table."""
-    dtype, head_size = call.compute_dtype, call.query.shape[3]
+    dtype = call.compute_dtype
+    head_size = call.query.shape[3]
     like = call.query.new_empty(0, dtype=dtype)
     dropout = _SeededDropout.of(call, seed)
     scores = ChunkScores(plan, call, like)
@@ -313,6 +320,7 @@ def _chunked_backward(
                 chunk_grad_key, grad_rows, chunk_query, call.scale, overwrite, states_workspace
             )
 
+    # The gradients of tables over distance, beyond the largest visible distance zero.
     grad_tables: list[Tensor | None] = [None, None]
     tables = (call.tables.bias, grad_bias), (call.tables.weight, grad_weight)
     for index, (table, grad_table) in enumerate(tables):

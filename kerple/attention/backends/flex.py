@@ -80,7 +80,10 @@ def score_mod(
             f"{type(method).__name__} has no bias or weight over distance, so it has no "
             f"score_mod{hint}"
         )
-    s, t = query.shape[-2], key.shape[-2]
+
+    # Where the queries are among the keys.
+    s = query.shape[-2]
+    t = key.shape[-2]
     first = t - s
     if offset is not None:
         first = offset
@@ -135,7 +138,8 @@ def flex_attention(call: AttentionCall) -> Tensor:
     Raises RuntimeError if more than MAX_KERNELS kernels would have to be compiled.
     """
     # Which pairs are visible, and their distances.
-    span, device = call.span, call.query.device
+    span = call.span
+    device = call.query.device
     if call.documents is not None:
         mask, distance_of = _document_mask(call, call.documents)
     else:
@@ -207,7 +211,8 @@ def _run_compiled(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> 
 def _document_mask(call: AttentionCall, documents: Documents) -> tuple[Any, Distance]:
     """The `BlockMask` of a call with documents, and the distances in them."""
     places = documents.places(slice(call.offset, call.kv_len), call.offset)
-    query_ids, query_positions = documents.ids[:, places], documents.positions[:, places]
+    query_ids = documents.ids[:, places]
+    query_positions = documents.positions[:, places]
     distances, nearest = _visible_distances(call.kv_len, call.span.window, call.span.causal)
 
     def distance_of(batch: Tensor, query: Tensor, key: Tensor) -> Tensor:
@@ -273,7 +278,8 @@ def _visible_first(blocks: Tensor) -> tuple[Tensor, Tensor]:
     """Bool `[blocks of queries, blocks of keys]` -> the number of True blocks of keys in each row,
     and the indices of all, the True ones first; int32, for one sample and head.
     """
-    counts, indices = blocks.sum(dim=1), blocks.int().argsort(dim=1, descending=True, stable=True)
+    counts = blocks.sum(dim=1)
+    indices = blocks.int().argsort(dim=1, descending=True, stable=True)
     return counts.int()[None, None], indices.int()[None, None]
 
 

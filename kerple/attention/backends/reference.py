@@ -19,7 +19,8 @@ def reference_attention(call: AttentionCall) -> Tensor:
     first_key = 0
     if call.modify_scores is not None:
         first_key = call.keys(slice(call.offset, call.offset + call.q_len)).start
-    key, value = call.key[:, :, first_key:], call.value[:, :, first_key:]
+    key = call.key[:, :, first_key:]
+    value = call.value[:, :, first_key:]
     return attend_to_chunk(
         call.query,
         key,
@@ -52,12 +53,12 @@ def attend_to_chunk(
 
     # Contiguous for `baddbmm`, which multiplies by the scale for free; `@` would copy them once
     # more.
-    exact_query, exact_key, exact_value = (
-        states.to(call.compute_dtype, memory_format=torch.contiguous_format)
-        for states in (query, key, value)
-    )
+    dtype = call.compute_dtype
+    layout = torch.contiguous_format
+    exact_query = query.to(dtype, memory_format=layout)
+    exact_key = key.to(dtype, memory_format=layout)
     flat_key = exact_key.flatten(0, 1)  # [b g, l, d]
-    flat_value = exact_value.flatten(0, 1)  # [b g, l, v]
+    flat_value = value.to(dtype, memory_format=layout).flatten(0, 1)  # [b g, l, v]
 
     # The queries of all heads that share a key/value head are the rows of one matrix.
     group_rows = call.queries_per_kv * query.shape[2]

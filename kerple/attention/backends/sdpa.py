@@ -31,6 +31,7 @@ def sdpa_attention(call: AttentionCall) -> Tensor:
     # A loop over an unknown length would be another graph for each length.
     if torch.compiler.is_compiling():
         return _attend_with_mask(call, 0, call.q_len)
+    # The masks of some queries at a time.
     contexts = []
     for first in range(0, call.q_len, MASK_ROWS):
         last = min(first + MASK_ROWS, call.q_len)
@@ -40,7 +41,8 @@ def sdpa_attention(call: AttentionCall) -> Tensor:
 
 def _attend_with_mask(call: AttentionCall, first: int, last: int) -> Tensor:
     """The queries `first` ... last-1, with a mask that contains the bias: `[b, h, c, v]`."""
-    query, bias_table = call.query[:, :, first:last], call.tables.bias
+    query = call.query[:, :, first:last]
+    bias_table = call.tables.bias
     queries = slice(call.offset + first, call.offset + last)
     keys = call.keys(queries)
     mask = call.mask(queries, keys)

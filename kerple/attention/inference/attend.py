@@ -63,15 +63,19 @@ def attend_in_mode(
     reason = mode.unsupported_reason(method)
     if reason is not None:
         raise ValueError(f"{type(method).__name__} {reason}")
+
     # Exported models pass a scale, and have sums in their keys.
     if "decay" in method.hooks and decay_sums is None and scale is None:
         raise ValueError(f"{type(method).__name__} has a decay: pass decay_sums")
-    s, t, device = query.shape[2], key.shape[2], query.device
+    s = query.shape[2]
+    t = key.shape[2]
+    device = query.device
     if start is None:
         start = t - s
     if scale is None:
         scale = query.shape[3] ** -0.5
-    total, missing = start + s, missing_keys(mode, start, s, t)
+    total = start + s
+    missing = missing_keys(mode, start, s, t)
     if tables_at is None:
 
         def tables_at(first: int, end: int) -> tuple[Tensor | None, Tensor | None]:
@@ -105,7 +109,9 @@ def attend_in_mode(
 
 def key_ranges(mode: AttentionMode, queries: range) -> list[range]:
     """The positions of the keys that a chunk of queries attends to, some of which may be masked."""
-    sinks, first_key, end = mode.span.sinks, mode.span.first_key(queries.start), queries.stop
+    sinks = mode.span.sinks
+    first_key = mode.span.first_key(queries.start)
+    end = queries.stop
     if sinks == 0:
         return [range(first_key, end)]
     if first_key <= sinks and not mode.reindexed:
@@ -120,7 +126,8 @@ def missing_keys(mode: AttentionMode, start: int, s: int, t: int) -> int:
 
     Raises ValueError if there are more keys than positions, and if a query sees a missing key.
     """
-    sinks, missing = mode.span.sinks, start + s - t
+    sinks = mode.span.sinks
+    missing = start + s - t
     if start < 0 or missing < 0:
         raise ValueError(
             f"{s} queries from position {start} on, and {t} keys: there must be at least {s} keys, "
@@ -164,14 +171,15 @@ class Pairs(NamedTuple):
     def of(cls, mode: AttentionMode, queries: range, keys: range, device: torch.device) -> "Pairs":
         """For ranges of positions in the text."""
         span = mode.span
-        mask = span.mask(queries, keys, device)
+        mask = span.mask(queries, keys, device)  # [c, l]
         query_positions = torch.arange(queries.start, queries.stop, device="cpu")
         key_positions = torch.arange(keys.start, keys.stop, device="cpu")
         if mode.reindexed and keys.start < span.sinks:
             # In the cache, the query has the last of sinks + window positions, and the sinks have
             # the first ones.
             query_positions = query_positions.clamp(max=span.max_kv_len(queries.stop) - 1)
-        query, key = positions_on(query_positions, device), positions_on(key_positions, device)
+        query = positions_on(query_positions, device)
+        key = positions_on(key_positions, device)
         distance = (query[:, None] - key).masked_fill(mask, 0)
         return cls(mask, query_positions, key_positions, distance)
 
@@ -218,8 +226,16 @@ def _scores(
         products.append(_range_products(query, key, method, mode, queries, keys, scale))
 
     # All hooks of the method.
+    finals: list[Tensor] = []
     if "modify_scores" not in method.hooks:
-        finals = [_with_tables(part, tables_at) for part in products]
+        for part in products:
+            bias, weight = tables_at(part.pairs.nearest, part.pairs.farthest + 1)
+            scores = part.scores
+            if weight is not None:
+                scores = scores * part.pairs.lookup(weight)
+            if bias is not None:
+                scores = scores + part.pairs.lookup(bias)
+            finals.append(scores)
     elif method.per_pair or len(products) == 1:
         finals = [_modified(part, method, mode) for part in products]
     else:
@@ -245,12 +261,11 @@ def _range_products(
     keys: range,
     scale: float,
 ) -> _Range:
-    pairs, distance_map = Pairs.of(mode, queries, keys, query.device), mode.distance_map
+    pairs = Pairs.of(mode, queries, keys, query.device)
+    distance_map = mode.distance_map
 
     def products(query_positions: Tensor, key_positions: Tensor) -> tuple[Tensor, Tensor]:
-        """(rotated queries, scale * q.k `[b, h, c, l]` in at least float32) with these
-        positions.
-        """
+        """(rotated queries, scale * q.k `[b, h, c, l]` in at least float32)."""
         states = query, key
         if "rotate" in method.hooks:
             states = mode.rotation(method).rotate(*states, query_positions, key_positions)
@@ -273,7 +288,8 @@ def _range_products(
 
 def _joined(sinks: _Range, window: _Range, missing: int) -> _Range:
     """Both ranges, with `missing` masked keys between them, and without distances."""
-    first, second = sinks.pairs, window.pairs
+    first = sinks.pairs
+    second = window.pairs
     between = first.key_positions[-1] + 1 + torch.arange(missing, device="cpu")
     return window._replace(
         scores=torch.cat((F.pad(sinks.scores, (0, missing)), window.scores), dim=-1),
@@ -287,24 +303,15 @@ def _joined(sinks: _Range, window: _Range, missing: int) -> _Range:
 def _modified(part: _Range, method: PositionalMethod, mode: AttentionMode) -> Tensor:
     """The method's final scores."""
     pairs = part.pairs
-    first, end = 0, int(pairs.query_positions[-1]) + 1
+    first = 0
+    end = int(pairs.query_positions[-1]) + 1
     if method.shift_invariant:  # its table need not begin at distance 0
-        first, end = pairs.nearest, pairs.farthest + 1
+        first = pairs.nearest
+        end = pairs.farthest + 1
     device = part.scores.device
     table = score_table(method, end, device, distance_map=mode.distance_map, first=first)
     positions = pairs.query_positions - first, pairs.key_positions
     return method.final_scores(Chunk(part.scores, part.query, *positions, pairs.mask, table))
-
-
-def _with_tables(part: _Range, tables_at: Tables) -> Tensor:
-    """The scores with bias and weight."""
-    bias, weight = tables_at(part.pairs.nearest, part.pairs.farthest + 1)
-    scores = part.scores
-    if weight is not None:
-        scores = scores * part.pairs.lookup(weight)
-    if bias is not None:
-        scores = scores + part.pairs.lookup(bias)
-    return scores
 
 
 def _by_kv_head(left: Tensor, right: Tensor) -> Tensor:
@@ -312,6 +319,7 @@ def _by_kv_head(left: Tensor, right: Tensor) -> Tensor:
     that share a key/value head are one matrix.
     """
     dtype = torch.promote_types(right.dtype, torch.float32)
+    # [b, g, h/g c, n]
     rows = left.to(dtype).unflatten(1, (right.shape[1], -1)).flatten(2, 3)
     products: Tensor = (rows @ right.to(dtype)).unflatten(2, (-1, left.shape[2])).flatten(1, 2)
     return products

@@ -68,10 +68,9 @@ class AttentionMode:
             raise ValueError("reindexed distances are those to sinks, but the mode has none")
 
     def at_length(self, length: int) -> "AttentionMode":
-        """The mode for texts of up to `length` tokens, on which `linear` and
-        `dynamic-ntk` depend.
-        """
-        distance_map, dynamic_ntk = self.distance_map, self.dynamic_ntk
+        """For texts of up to `length` tokens, on which `linear` and `dynamic-ntk` depend."""
+        distance_map = self.distance_map
+        dynamic_ntk = self.dynamic_ntk
         if distance_map is None and dynamic_ntk is None:
             return self
         return replace(
@@ -82,9 +81,7 @@ class AttentionMode:
 
     @property
     def length_dependent(self) -> bool:
-        """Whether attention depends on the length of the whole text, so that `at_length` must be
-        called.
-        """
+        """Whether attention depends on the length of the text: call `at_length`."""
         return self.at_length(1) != self
 
     def is_explicit(self, method: PositionalMethod | None) -> bool:
@@ -129,6 +126,7 @@ class AttentionMode:
         """Why a method does not support this mode, and what to do instead, as the rest of a
         sentence about it.
         """
+        # Two changes of the same rotation.
         special = self.span.sinks or self.distance_map is not None
         if special and method.length_dependent:
             return (
@@ -149,6 +147,8 @@ class AttentionMode:
                 "has no base that dynamic-ntk could change: it needs a rotation of more than 2 "
                 "dimensions, without a scaling or random positions"
             )
+
+        # `attend_in_mode` computes these without a backend, from positions that it chooses.
         if special and "decay" in method.hooks and method.hooks & {"rotate", "scale_qk"}:
             return (
                 "has both a decay and a rotation, which cannot be computed for keys that are not "
@@ -176,6 +176,7 @@ class AttentionMode:
 
         methods, windows: of the layers. name: of the positional method.
         """
+        # The span: a layer's window is narrower than the mode's, or the mode has no effect.
         span = self.span
         widths = [window for window in windows if window is not None]
         if widths:
@@ -205,6 +206,8 @@ class AttentionMode:
 
     @staticmethod
     def _unmapped_reason(method: PositionalMethod, distance_map: DistanceMap) -> str | None:
+        """The same, if the mode maps distances."""
+        # A rotation has two sets of positions, whose differences are the mapped distances.
         name = type(distance_map).__name__.lower()
         if method.turns:
             if distance_map.piecewise_linear:
@@ -213,6 +216,8 @@ class AttentionMode:
                 f"rotates by positions, so distance map {name}, which is not linear, cannot apply; "
                 "use leaky@W,k"
             )
+
+        # A table is read at the mapped distances.
         device = next((parameter.device for parameter in method.parameters()), None)
         has_table = (
             "modify_scores" in method.hooks
@@ -298,6 +303,7 @@ def parse_mode(name: str, train_length: int | None = None) -> Mode:
     Raises ValueError for an unknown name, missing or invalid arguments, and parts that cannot be
     combined.
     """
+    # The span, which comes first.
     match = _SPAN.fullmatch(name)
     if match is None:
         hint = _hint(_suggested_mode(name))
@@ -306,6 +312,8 @@ def parse_mode(name: str, train_length: int | None = None) -> Mode:
             "blockwise@L or sinks@S+W, where the letters are numbers of tokens, e.g. window@512 or "
             "sinks@4+508, followed by modifiers, e.g. +clip@256 (see docs/evaluation.md)"
         )
+
+    # One modifier at a time, at most one of each kind.
     span_name, span = _span(match, name, train_length)
     mode = AttentionMode(span)
     parts: dict[str, str] = {}
@@ -334,11 +342,14 @@ def _suggested_mode(name: str) -> str | None:
     """The mode that the user may have meant, with letters for missing numbers; None if there is no
     such mode.
     """
+    # A comma in the place of the sinks' plus.
     first, plus, rest = name.partition("+")
     key, _, arguments = first.partition("@")
     if key == "sinks":
         sinks, _, window = arguments.partition(",")
         return f"sinks@{sinks or 'S'}+{window or 'W'}"
+
+    # A misspelled span, or a modifier without one.
     spans = difflib.get_close_matches(key, ("full", "window", "blockwise", "sinks"), n=1)
     if spans == ["window"]:
         return f"window@{arguments or 'W'}{plus}{rest}"
@@ -359,6 +370,7 @@ def _hint(suggestion: str | None) -> str:
 
 def _suggested_modifier(part: str) -> str | None:
     """Like `_suggested_mode`, for a modifier."""
+    # The user's own arguments stay.
     key, at, arguments = part.partition("@")
     similar = [known for known in MODIFIERS if len(key) > 2 and key in known]
     similar = similar or difflib.get_close_matches(key, MODIFIERS, n=1)
@@ -382,6 +394,8 @@ def _span(match: re.Match[str], name: str, train_length: int | None) -> tuple[st
         return match[1], Span(window=int(match["SW"]), sinks=int(match["S"]))
     if not match[1].startswith("blockwise"):
         return match[1], Span()
+
+    # Blocks, by default of half the training length.
     length = train_length
     if match["L"] is not None:
         length = int(match["L"])

@@ -67,8 +67,10 @@ TILES_BYTES = 128 * 1024 * 1024
 
 def unavailable_reason(requirements: Requirements) -> str | None:
     """Why the kernels cannot run this call on its device; None if they can."""
-    kernels, device = _load_kernels(), requirements.device
+    kernels = _load_kernels()
+    device = requirements.device
     assert device is not None
+    # Software first, then hardware.
     if kernels is None:
         return "needs Triton, which is not installed"
     if torch.version.hip:
@@ -105,9 +107,7 @@ def empty_outputs(query: Tensor) -> tuple[Tensor, Tensor]:
 def add_margins(
     table: Tensor, factor: float = 1.0, fill: float = 0.0, *, max_kv_len: int
 ) -> Tensor:
-    """`[..., >= max_kv_len]` -> float32 `[..., MARGIN + max_kv_len + MARGIN]`, multiplied by a
-    factor.
-    """
+    """`[..., >= max_kv_len]` -> float32 `[..., MARGIN + max_kv_len + MARGIN]`, times a factor."""
     from kerple.attention.backends.triton.kernels import MARGIN
 
     table = table[..., :max_kv_len].detach().float()
@@ -132,7 +132,9 @@ def document_tiles(documents: Documents) -> DocumentTiles:
     document = torch.arange(len(ranges), device="cpu").repeat_interleave(count)
     position = torch.arange(len(document), device="cpu") * ROWS - place[document]
     order = position.argsort(descending=True, stable=True)
-    row, first, length = row[document], first[document], length[document]
+    row = row[document]
+    first = first[document]
+    length = length[document]
     tiles = torch.stack((row, first, length, place[document], position), dim=1)[order]
 
     # How many tiles are at each position or later.
@@ -176,7 +178,9 @@ class Launcher:
         self.gradient_kernels = gradient_kernels
         self.query, self.key, self.value = query, key, value
         self.batch, self.heads, self.s, self.head_size = query.shape
-        self.kv_heads, self.t, self.scale = key.shape[1], key.shape[2], scale
+        self.kv_heads = key.shape[1]
+        self.t = key.shape[2]
+        self.scale = scale
         self.group = self.heads // self.kv_heads
         self.max_kv_len = self.t
         if window is not None:
@@ -228,12 +232,11 @@ class Launcher:
         self.flags = {"HAS_TABLE": reads_table, "HAS_WINDOW": self.max_kv_len < self.t}
 
     def _split(self, decay_sums: Tensor) -> tuple[Tensor, Tensor]:
-        """The kernels' `decay` and `bases`, whose sums are the prefix sums `[b, h, t]` in units of
-        log2.
-        """
+        """The kernels' `decay` and `bases`: their sums are the prefix sums in units of log2."""
         from kerple.attention.backends.triton.memory import DECAY_BLOCK
 
-        margin, block = self.kernels.MARGIN, DECAY_BLOCK.value
+        margin = self.kernels.MARGIN
+        block = DECAY_BLOCK.value
         # The kernels take both results as contiguous; those of a view, such as blocks, would have
         # its memory order.
         sums = decay_sums.detach().contiguous() * LOG2_E
@@ -327,9 +330,11 @@ class Launcher:
         tile = self.tiles.query
         tiles, heads = self._grid(self.s, tile.queries, self.heads)
         # Without directions, the kernel gets a pointer that it does not read.
-        count, read = 0, self.bias
+        count = 0
+        read = self.bias
         if directions is not None:
-            count, read = len(directions), directions
+            count = len(directions)
+            read = directions
         sums = self._new_empty(count, heads // self.heads, self.heads, tiles)
         row_sums = self._sums(self.s)
         self._launch(
@@ -385,9 +390,7 @@ class Launcher:
         return column_sums
 
     def _sums(self, length: int) -> Tensor:
-        """Space for a number per head and token with a decay; otherwise a tensor that kernels do
-        not write.
-        """
+        """Space for a number per head and token; without a decay, a tensor that is not written."""
         if not self.has_decay:
             return self.query
         return self._new_empty(self.batch, self.heads, length)

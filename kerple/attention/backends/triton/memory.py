@@ -14,13 +14,12 @@ DOCUMENT_TILE = tl.constexpr(ROWS)
 def load_rows(
     base, first, stride, rows, SIZE: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr
 ):
-    """`[ROWS, BLOCK_D]` from row `first`, zero outside rows 0 ... rows-1 and beyond
-    the head size.
-    """
+    """`[ROWS, BLOCK_D]` from row `first`, zero outside rows 0 ... rows-1 and the head size."""
     row = tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK_D)
     pointers = base + tl.cast(first, tl.int64) * stride + row[:, None] * stride + column[None, :]
     inside = (first + row >= 0) & (first + row < rows)
+    # Head sizes that are a power of two need no mask of columns.
     if SIZE == BLOCK_D:
         tile = tl.load(pointers, mask=inside[:, None], other=0.0)
     else:
@@ -32,9 +31,7 @@ def load_rows(
 def store_rows(
     base, first, stride, rows, tile, SIZE: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr
 ):
-    """Store `[ROWS, BLOCK_D]` from row `first`, except for rows >= `rows` and columns beyond the
-    head size.
-    """
+    """Store `[ROWS, BLOCK_D]` from row `first`, except rows >= `rows` and columns >= SIZE."""
     row = tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK_D)
     pointers = base + tl.cast(first, tl.int64) * stride + row[:, None] * stride + column[None, :]
@@ -49,9 +46,7 @@ COMPILED = tl.constexpr(isinstance(store_rows, triton.JITFunction))
 
 @triton.jit
 def load_float32(pointers):
-    """Numbers that a kernel only reads, without the shared memory through which `tl.load` would
-    stage them.
-    """
+    """Numbers that a kernel only reads; `tl.load` would stage them through shared memory."""
     if COMPILED:
         numbers = tl.inline_asm_elementwise(
             "ld.global.nc.f32 $0, [$1];",
@@ -81,6 +76,7 @@ def look_up(
     addresses of a thread become one base plus constants, and pairs at the same distance share a
     load: 18 loads for the 32 pairs of a thread in a 128 x 64 tile with 8 warps.
     """
+    # The ranges begin at ROWS and COLUMNS, which the base subtracts.
     row = tl.arange(ROWS, 2 * ROWS).to(tl.int64)
     column = tl.arange(COLUMNS, 2 * COLUMNS).to(tl.int64)
     if TRANSPOSED:
@@ -124,9 +120,7 @@ def load_base(bases, position):
 
 @triton.jit
 def store_sums(pointers, sums, mask):
-    """`tl.store` would rearrange the sums in shared memory, for which matrix products would have to
-    wait.
-    """
+    """`tl.store` would rearrange the sums in shared memory, and matrix products would wait."""
     if COMPILED:
         tl.inline_asm_elementwise(
             "{ .reg .pred p; setp.ne.s32 p, $3, 0; @p st.global.f32 [$1], $2; mov.u32 $0, 0; }",
@@ -148,6 +142,7 @@ def load_document_tile(documents, index, BLOCK: tl.constexpr):
 
     documents: see `launch.document_tiles`.
     """
+    # A tile of the table has several tiles of a smaller kernel.
     parts = DOCUMENT_TILE // BLOCK
     row = documents + index // parts * 5
     first = tl.load(row + 4) + index % parts * BLOCK

@@ -47,7 +47,8 @@ def fused_attention(call: AttentionCall) -> Tensor:
         tables = prepare_tables(tables, call.query.shape[1], call.max_kv_len, call.query.device)
     assert tables.kernel is not None
     query = _with_contiguous_rows(call.query)
-    key, value = _with_contiguous_rows(call.key), _with_contiguous_rows(call.value)
+    key = _with_contiguous_rows(call.key)
+    value = _with_contiguous_rows(call.value)
     constants = call.scale, call.span.window
     documents: list[Tensor] = []
     if call.documents is not None:
@@ -73,12 +74,15 @@ def prepare_tables(
 
     Layers that share the result do not repeat this. Requires Triton.
     """
-    bias, weight = tables.bias, tables.weight
+    bias = tables.bias
+    weight = tables.weight
     of_bias = _used_jacobian(bias, tables.bias_jacobian)
     of_weight = _used_jacobian(weight, tables.weight_jacobian)
     used = [jacobian for jacobian in (of_bias, of_weight) if jacobian is not None]
     if sum(jacobian.coefficients.shape[1] for jacobian in used) > MAX_DIRECTIONS:
-        of_bias, of_weight, used = None, None, []
+        of_bias = None
+        of_weight = None
+        used = []
 
     # The directions of all coefficients, and of which table they are. Below `dense`, a direction is
     # not valid, and the table has its own gradient.
@@ -94,14 +98,17 @@ def prepare_tables(
         directions = add_margins(stacked, max_kv_len=max_kv_len).contiguous()
     bias_coefficients = weight_coefficients = bias_dense = weight_dense = None
     if of_bias is not None:
-        bias_coefficients, bias_dense = of_bias.coefficients, of_bias.dense
+        bias_coefficients = of_bias.coefficients
+        bias_dense = of_bias.dense
     if of_weight is not None:
-        weight_coefficients, weight_dense = of_weight.coefficients, of_weight.dense
+        weight_coefficients = of_weight.coefficients
+        weight_dense = of_weight.dense
 
     # The values. Without a bias, the margins of zeros still are the mask.
     values, kernel_weight, rows = bias, None, 1
     if weight is not None:
-        kernel_weight, rows = add_margins(weight, max_kv_len=max_kv_len), heads
+        kernel_weight = add_margins(weight, max_kv_len=max_kv_len)
+        rows = heads
     if values is None:
         values = torch.zeros(rows, max_kv_len, device=device)
     kernel = KernelTables(
@@ -196,6 +203,7 @@ def _backward(
 
     bias_directions: the first of the directions, those of the bias.
     """
+    # Space for the gradients of the states.
     has_table = bias_table is not None or weight_table is not None
     arguments = query, key, value, bias, weight, decay_sums, documents, scale, window
     launcher = Launcher(*arguments, has_table=has_table)
@@ -205,6 +213,7 @@ def _backward(
             part.zero_()
     grad_query, grad_key, grad_value = _of_states(states)
     with without_autocast(query.device):
+        # The kernels of the queries, which also sum the coefficients' gradients, and of the keys.
         grad_context = _with_contiguous_rows(grad_context)
         row_stats = launcher.row_stats(context, grad_context, lse)
         grad_coefficients, row_sums = launcher.query_gradient(
@@ -225,6 +234,8 @@ def _backward(
             if needs_weight:
                 grad_tables += table_gradients([None, weight_table], weight_dense)
         grads = [*states, *(grad for grad in grad_tables if grad is not None), *grad_coefficients]
+
+        # A sum is added to the scores of its query, and subtracted from those of its key.
         if decay_sums is not None:
             grad_sums = -column_sums.to(decay_sums.dtype)
             grad_sums[..., -row_sums.shape[2] :] += row_sums
@@ -301,9 +312,8 @@ def _all_gradients(
     ctx: Any,
     needs_table: tuple[bool, bool],
 ) -> tuple[Sequence[Tensor], list[Tensor | None], Tensor | None]:
-    """The gradients of query, key and value, of the tables and coefficients, and of
-    the decay sums.
-    """
+    """The gradients of query, key and value, of tables and coefficients, and of decay sums."""
+    # The arguments of `_backward`, in its order.
     counts, rest = ctx.kernel_constants
     saved = ctx.saved_tensors  # may be read only once if activations are recomputed
     grads = backward(
@@ -379,9 +389,7 @@ def _empty_gradients(query: Tensor, key: Tensor) -> list[Tensor]:
 
 
 def _with_contiguous_rows(states: Tensor) -> Tensor:
-    """The kernels require the elements of a row to be contiguous, and int32 offsets of the rows of
-    a tile.
-    """
+    """The kernels require contiguous rows, and int32 offsets of the rows of a tile."""
     if states.stride(-1) == 1 and states.stride(-2) <= MAX_ROW_STRIDE:
         return states
     return states.contiguous()

@@ -162,10 +162,12 @@ def sum_diagonals_kernel(
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     head = tl.program_id(2).to(tl.int64)
     row = tl.arange(0, BLOCK)
+    # The entry of each row and column, in the tile at this block distance or the next one.
     in_next = row[:, None] < column[None, :]
     tile_index = block_distance + in_next.to(tl.int32)
     entries = tile_index.to(tl.int64) * (BLOCK * BLOCK) + row[:, None] * BLOCK
     entries += row[:, None] - column[None, :] + tl.where(in_next, BLOCK, 0)
+    # The parts in their order; the last block distance has no next one.
     total = tl.zeros([BLOCK, COLUMNS], tl.float32)
     for part in range(parts):
         base = tiles + (head * parts + part) * tl.num_programs(0) * BLOCK * BLOCK

@@ -84,9 +84,7 @@ class Gpu:
 
     @classmethod
     def of(cls, device: torch.device) -> "Gpu":
-        """The GPU of a device. For a CPU, where only the interpreter runs the kernels, a Hopper
-        GPU.
-        """
+        """The GPU of a device; for a CPU, where kernels are interpreted, a Hopper GPU."""
         if device.type != "cuda":
             return cls("CPU", 90, 227 * 1024)
         properties = torch.cuda.get_device_properties(device)
@@ -102,6 +100,7 @@ def no_tiles_reason(gpu: Gpu, dtype: torch.dtype | None, head_size: int | None) 
         return f"needs compute capability 8.0 or higher (Ampere), but {gpu.name} has {capability}"
     if dtype is None or head_size is None:
         return None
+    # The shared memory does not depend on the other arguments.
     kib = tiles_for(gpu, dtype, head_size, weight=True).kib
     if kib * 1024 > gpu.shared_memory:
         available = gpu.shared_memory // 1024
@@ -136,7 +135,8 @@ def tiles_for(
     square = Tile(64, 64, 8, 2)
     query = Tile(128, 64, 8, 2)
     if major == 9 and small:
-        forward, square = Tile(128, 64, 4, 3), Tile(64, 64, 4, 2)
+        forward = Tile(128, 64, 4, 3)
+        square = Tile(64, 64, 4, 2)
         if weight:
             forward = Tile(128, 64, 8, 3)
         return Tiles(forward, Tile(64, 128, 8, 2), query, square, kib=64)
@@ -152,14 +152,18 @@ def tiles_for(
     # mma.sync.
     forward = Tile(128, 64, 8, 3)
     if small:
-        key_value, square = Tile(64, 128, 8, 3), Tile(64, 64, 4, 2)
+        key_value = Tile(64, 128, 8, 3)
+        square = Tile(64, 64, 4, 2)
         if grouped and documents:
             key_value = Tile(32, 128, 8, 2)
         return Tiles(forward, key_value, forward, square, kib=64, skip_mask=False)
-    key_value, kib = Tile(64, 64, 8, 2), 96
+    key_value = Tile(64, 64, 8, 2)
+    kib = 96
     if gpu.shared_memory >= 112 * 1024:
-        key_value, kib = Tile(128, 64, 8, 2), 112
-    query, square = Tile(128, 32, 8, 3), Tile(32, 32, 4, 2)
+        key_value = Tile(128, 64, 8, 2)
+        kib = 112
+    query = Tile(128, 32, 8, 3)
+    square = Tile(32, 32, 4, 2)
     return Tiles(forward, key_value, query, square, kib=kib, skip_mask=False)
 
 

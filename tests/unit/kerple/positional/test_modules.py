@@ -74,3 +74,18 @@ def test_gradients_of_sharded_methods(mesh, shared):
     model(hidden).square().sum().backward()
     for parameter, grad in zip(model.parameters(), expected, strict=True):
         torch.testing.assert_close(parameter.grad.full_tensor(), grad)
+    with torch.no_grad():
+        methods[0].bias_p.fill_(-1.0)
+    project(model)
+    assert torch.equal(methods[0].bias_p.full_tensor(), torch.full((2, 1, 1), 0.01))
+
+
+@pytest.mark.parametrize("mesh", [None], indirect=True)
+def test_gradients_of_a_shared_method_in_ddp(mesh):
+    method = KerpleLog(num_heads=2)
+    model = nn.Sequential(Layer(method), Layer(method))
+    hidden = torch.randn(1, 5, 8)
+    expected = torch.autograd.grad(model(hidden).square().sum(), list(model.parameters()))
+    nn.parallel.DistributedDataParallel(model)(hidden).square().sum().backward()
+    for parameter, grad in zip(model.parameters(), expected, strict=True):
+        torch.testing.assert_close(parameter.grad, grad)
