@@ -56,7 +56,9 @@ def training_alternatives(
     def step(
         forward: Callable[[], Tensor], method: PositionalMethod | None = None
     ) -> Callable[[], object]:
-        leaves = [query, key, value, *(method.parameters() if method is not None else ())]
+        leaves = [query, key, value]
+        if method is not None:
+            leaves += method.parameters()
         return lambda: torch.autograd.grad(forward(), leaves, upstream)
 
     def method_step(method: PositionalMethod, backend: str) -> Callable[[], object]:

@@ -45,12 +45,10 @@ def alternatives(method_name: str) -> dict[str, Callable[[], object]]:
     upstream = torch.randn(1, HEADS, LENGTH, SIZE)
     tables = position_tables(method, LENGTH, "cpu", with_jacobians=True)
     shared = prepare_tables(tables, HEADS, LENGTH, "cpu")
-    jacobians = [
-        jacobian
-        for jacobian in (tables.bias_jacobian, tables.weight_jacobian)
-        if jacobian is not None
-    ]
-    leaves = [query, key, value, *(jacobian.coefficients for jacobian in jacobians)]
+    leaves = [query, key, value]
+    for jacobian in (tables.bias_jacobian, tables.weight_jacobian):
+        if jacobian is not None:
+            leaves.append(jacobian.coefficients)
 
     def repeat(run: Callable[[], Tensor], inputs: list[Tensor]) -> None:
         for _ in range(CALLS):

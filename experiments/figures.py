@@ -2,6 +2,7 @@
 point per run.
 """
 
+import itertools
 from collections.abc import Iterable
 from typing import Any
 
@@ -65,10 +66,8 @@ def score_plot(scores: DataFrame, style: Style = SCREEN) -> Figure:
         rest = own[~own["pos_emb"].isin(METHODS)]
         axes.plot(rest["score"], rest["loss"], color=GRAY, linestyle="none", marker=".")
         for pos_emb in METHODS:
-            runs = own[own["pos_emb"] == pos_emb]
-            axes.plot(
-                runs["score"], runs["loss"], **{**_looks(style, pos_emb), "linestyle": "none"}
-            )
+            runs, looks = own[own["pos_emb"] == pos_emb], _looks(style, pos_emb)
+            axes.plot(runs["score"], runs["loss"], **(looks | {"linestyle": "none"}))
         middle = (own["loss"].min() + own["loss"].max()) / 2
         axes.set_ylim(middle - RANGE, middle + RANGE)
         axes.xaxis.set_major_locator(MultipleLocator(0.2))
@@ -83,40 +82,41 @@ def effective_length_plot(records: Iterable[AnyRecord], style: Style = SCREEN) -
     """The effective length of each head of each run, divided by the training length; last row:
     ALiBi in the paper.
     """
+    # A row per head.
     rows = []
     for record in records:
         if record["kind"] == "effective_length" and record["pos_emb"] in METHODS:
-            heads = [length for layer in record["effective_lengths"] for length in layer]
-            rows += [
-                (record["corpus"], record["pos_emb"], head / record["train_length"])
-                for head in heads
-            ]
+            for length in itertools.chain(*record["effective_lengths"]):
+                relative = length / record["train_length"]
+                rows.append((record["corpus"], record["pos_emb"], relative))
     frame = DataFrame(rows, columns=["corpus", "pos_emb", "length"])
     methods = [pos_emb for pos_emb in METHODS if pos_emb in set(frame["pos_emb"])]
     corpora, figure, panels = _panels(frame, style, sharex=True, sharey=True)
     for axes, corpus in zip(panels, corpora, strict=True):
         for row, pos_emb in enumerate(methods):
             lengths = frame[(frame["corpus"] == corpus) & (frame["pos_emb"] == pos_emb)]["length"]
-            axes.plot(
-                lengths,
-                [row] * len(lengths),
-                alpha=0.6,
-                **{**_looks(style, pos_emb), "linestyle": "none"},
-            )
+            looks = _looks(style, pos_emb) | {"linestyle": "none"}
+            axes.plot(lengths, [row] * len(lengths), alpha=0.6, **looks)
+
+        # ALiBi in the paper, and the training length.
         paper = [(2 // slope + 1) / 512 for slope in alibi_slopes(12)]
         axes.plot(paper, [len(methods)] * len(paper), color=GRAY, linestyle="none", marker="|")
         axes.axvline(1, color=GRAY, linestyle="dashed", linewidth=0.1 * style.size)
         axes.set_xscale("log", base=2)
         axes.xaxis.set_major_locator(FixedLocator([1 / 64, 1, 64]))
-        axes.xaxis.set_major_formatter(
-            FuncFormatter(lambda value, _: f"{value:g}×" if value >= 1 else f"1/{1 / value:g}")
-        )
+        axes.xaxis.set_major_formatter(FuncFormatter(_multiple))
         axes.xaxis.set_minor_locator(NullLocator())
     labels = [display_name(Method(pos_emb)) for pos_emb in methods] + ["ALiBi (paper)"]
     panels[0].set_yticks(range(len(labels)), labels)
     panels[0].invert_yaxis()
     figure.supxlabel("effective length of a head / training length")
     return figure
+
+
+def _multiple(value: float, _: object) -> str:
+    if value < 1:
+        return f"1/{1 / value:g}"
+    return f"{value:g}×"
 
 
 def recall_plot(frame: DataFrame, train_length: int, style: Style = SCREEN) -> Figure:
@@ -129,14 +129,8 @@ def recall_plot(frame: DataFrame, train_length: int, style: Style = SCREEN) -> F
         by_distance = frame[frame["pos_emb"] == pos_emb].groupby("distance")["recall"]
         values = 100 * by_distance.agg(["mean", "min", "max"])
         looks = _looks(style, pos_emb)
-        axes.fill_between(
-            values.index,
-            values["min"],
-            values["max"],
-            color=looks["color"],
-            alpha=0.25,
-            linewidth=0,
-        )
+        low, high, color = values["min"], values["max"], looks["color"]
+        axes.fill_between(values.index, low, high, color=color, alpha=0.25, linewidth=0)
         axes.plot(values.index, values["mean"], **looks)
         axes.axvline(
             train_length, color=GRAY, linewidth=0.1 * style.size, linestyle="dashed", zorder=1
@@ -251,8 +245,9 @@ def _looks(style: Style, pos_emb: str) -> dict[str, Any]:
 
 def _handles(style: Style, frame: DataFrame, **looks: Any) -> list[Line2D]:
     """The entries of the legend."""
-    methods = [pos_emb for pos_emb in METHODS if pos_emb in set(frame["pos_emb"])]
-    return [
-        Line2D([], [], label=display_name(Method(p)), **{**_looks(style, p), **looks})
-        for p in methods
-    ]
+    handles = []
+    for pos_emb in METHODS:
+        if pos_emb in set(frame["pos_emb"]):
+            own = _looks(style, pos_emb) | looks
+            handles.append(Line2D([], [], label=display_name(Method(pos_emb)), **own))
+    return handles

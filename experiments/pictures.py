@@ -229,9 +229,12 @@ def write_page(
     paths: list[Path] = []
     entries: dict[str, list[str]] = {family: [] for family in FAMILIES}
     for name, initial in initial_methods().items():
+        # Training changes only methods with parameters.
         stages = {"at initialization": initial}
-        if name in trained and any(True for _ in trained[name].method.parameters()):
+        if name in trained and list(trained[name].method.parameters()):
             stages["after training"] = trained[name]
+
+        # The description, and the picture, if there is one.
         entry, path = f"### {name}\n\n{fill(description(name))}\n", pictures / f"{name}.png"
         if only is None or name in only:
             picture = method_picture(name, stages)
@@ -240,21 +243,19 @@ def write_page(
                 paths.append(path)
         if path.exists():
             entry += f"\n![{name}](pictures/{path.name})\n"
+
+        # Its section of the page.
+        family = "Other biases, and position embeddings"
         if name.startswith("kerple"):
             family = "KERPLE"
         elif "modify_scores" in initial.method.hooks:
             family = "Methods that modify the scores"
-        else:
-            family = (
-                "Rotary"
-                if "rotate" in initial.method.hooks
-                else "Other biases, and position embeddings"
-            )
+        elif "rotate" in initial.method.hooks:
+            family = "Rotary"
         entries[family].append(entry)
-    sections = (
-        f"## {family}\n\n{fill(FAMILIES[family])}\n\n" + "\n".join(entries[family])
-        for family in FAMILIES
-    )
+    sections = []
+    for family, text in FAMILIES.items():
+        sections.append(f"## {family}\n\n{fill(text)}\n\n" + "\n".join(entries[family]))
     write_atomically(output, (PAGE + "\n".join(sections)).encode())
     return [output, *paths]
 
@@ -265,7 +266,8 @@ def description(name: str) -> str:
     """
     path = CONFIGS / f"{name}.yml"
     if not path.is_file():
-        return " ".join((method_class(name).__doc__ or "").strip().split("\n\n")[0].split())
+        first, _, _ = (method_class(name).__doc__ or "").strip().partition("\n\n")
+        return " ".join(first.split())
     lines = path.read_text(encoding="utf-8").splitlines()
     return " ".join(line.removeprefix("#").strip() for line in lines if line.startswith("#"))
 

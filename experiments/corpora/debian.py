@@ -251,22 +251,24 @@ class DebianCorpus(DocumentCorpus):
         """Return the documents whose contents have the smallest hashes, in this order, up to the
         size limit.
         """
-        limit = math.inf if self._limit_mb is None else self._limit_mb * 1e6
+        limit = math.inf
+        if self._limit_mb is not None:
+            limit = self._limit_mb * 1e6
+
+        # Only the documents that fit are in memory.
         heap: list[tuple[int, str, bytes]] = []  # the largest hash first
         left_out: Counter[str] = Counter()
         size = found = found_bytes = 0
         for name, content in self._files(left_out):
             found += 1
             found_bytes += len(content)
-            heapq.heappush(
-                heap, (-int.from_bytes(hashlib.sha256(content).digest(), "big"), name, content)
-            )
+            number = int.from_bytes(hashlib.sha256(content).digest(), "big")
+            heapq.heappush(heap, (-number, name, content))
             size += len(content)
             while size - len(heap[0][2]) >= limit:
                 size -= len(heapq.heappop(heap)[2])
-        reasons = "".join(
-            f"; left out: {count:,} {reason}" for reason, count in sorted(left_out.items())
-        )
+        counts = sorted(left_out.items())
+        reasons = "".join(f"; left out: {count:,} {reason}" for reason, count in counts)
         print(
             f"{self._name}: {found:,} documents of {found_bytes / 1e6:.1f} MB{reasons}; used: "
             f"{len(heap):,} documents of {size / 1e6:.1f} MB"
@@ -359,17 +361,18 @@ def _package_files(
             yield path, decompress(content, PurePosixPath(member.lower()).suffix, path).read()
         else:
             # Zip archives must be seekable.
-            seekable = io.BytesIO(content.read()) if member.lower().endswith(".zip") else content
-            yield from _package_files(seekable, member, path, suffix)
+            if member.lower().endswith(".zip"):
+                content = io.BytesIO(content.read())
+            yield from _package_files(content, member, path, suffix)
 
 
 def _seek_data(package: BinaryIO) -> None:
     """Move to the content of data.tar.xz, the last member of a Debian package: an `ar` archive, see
     deb(5).
     """
-    header = package.read(68)[
-        8:
-    ]  # name in bytes 0 to 15, size in bytes 48 to 57; after the signature of `ar`
+    # After the signature of `ar`, headers with the name in bytes 0 to 15, the size in 48 to 57.
+    package.read(8)
+    header = package.read(60)
     while not header.startswith(b"data.tar.xz"):
         size = int(header[48:58])
         package.seek(size + size % 2, io.SEEK_CUR)
@@ -377,13 +380,11 @@ def _seek_data(package: BinaryIO) -> None:
 
 
 def _digits(content: bytes) -> float:
-    """Return the share of digits among all characters except white space; 1 for an
-    empty document.
-    """
+    """Return the share of digits in all but white space; 1 for an empty document."""
     characters = content.translate(None, b" \t\n\r\f\v")
-    return (
-        1 - len(characters.translate(None, b"0123456789")) / len(characters) if characters else 1.0
-    )
+    if not characters:
+        return 1.0
+    return 1 - len(characters.translate(None, b"0123456789")) / len(characters)
 
 
 def _is_utf8(content: bytes) -> bool:

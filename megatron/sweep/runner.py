@@ -73,18 +73,18 @@ class Display:
         self._total = len(runs)
         self._finished = sum(status.state is State.FINISHED for status in statuses)
         self._failed = 0
-        self._steps_left = {
-            run.name: status.steps_left for run, status in zip(runs, statuses, strict=True)
-        }
-        self._done = dict.fromkeys(self._steps_left, 0.0)
         self._refreshed_at = time.monotonic()
-        self._work: dict[str, float] = dict(self._steps_left)
+
+        # The work of each run, in steps. An evaluation is a share of them.
+        self._steps_left: dict[str, int] = {}
+        self._work: dict[str, float] = {}
         for run, status in zip(runs, statuses, strict=True):
+            self._steps_left[run.name] = self._work[run.name] = status.steps_left
             if status.state is not State.FINISHED:
                 self._work[run.name] += EVALUATION_SHARE * run.steps
-        self.progress = Progress(
-            "sweep", sum(self._work.values()), log_interval=LOG_INTERVAL, console=console
-        )
+        self._done = dict.fromkeys(self._work, 0.0)
+        total = sum(self._work.values())
+        self.progress = Progress("sweep", total, log_interval=LOG_INTERVAL, console=console)
 
     def finished(self, run: SweepRun, how: str) -> None:
         self._finished += 1
@@ -128,9 +128,10 @@ class Display:
         )
 
     def _counts(self) -> str:
-        return f"{self._finished}/{self._total}" + (
-            f", {self._failed} failed" if self._failed else ""
-        )
+        counts = f"{self._finished}/{self._total}"
+        if self._failed:
+            counts += f", {self._failed} failed"
+        return counts
 
 
 class Runner:
