@@ -172,6 +172,7 @@ def comparison_table(records: Sequence[AnyRecord], baselines: Sequence[str] = BA
     corpora = sorted({record["corpus"] for record in records}, key=corpus_sort_key)
     lines = []
     for baseline in baselines:
+        # At the training length, and beyond it.
         for where, multiples in (("1×", (1,)), ("4-32×", BEYOND)):
             cells = []
             for corpus in corpora:
@@ -183,6 +184,8 @@ def comparison_table(records: Sequence[AnyRecord], baselines: Sequence[str] = BA
                 cells.append(Cell(f"{found.word}<br>{found.mean:+.3f} [{low:+.3f}, {high:+.3f}]"))
                 cells.append(Cell(f"{found.paper:+.3f}"))
             lines.append(Row((display_name(Method(baseline)), where), tuple(cells)))
+
+    # Each corpus has a column of the paper.
     columns: list[str] = []
     for corpus in corpora:
         columns += [corpus_name(corpus), f"paper, {corpus_name(PAPER_CORPORA[corpus])}"]
@@ -196,6 +199,7 @@ def differences_by_length(records: Sequence[AnyRecord], baselines: Sequence[str]
     lengths = sorted({record["length"] for record in records if record["kind"] == "extrapolation"})
     lines = []
     for baseline in baselines:
+        # The most seeds of a cell are in the label.
         seeds, cells = [0], []
         for length in lengths:
             comparison = compare(records, corpus, baseline, (length // train_length,))

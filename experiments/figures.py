@@ -62,12 +62,15 @@ def score_plot(scores: DataFrame, style: Style = SCREEN) -> Figure:
     corpora, figure, panels = _panels(scores, style, sharex=True)
     others = Line2D([], [], label="others", color=GRAY, linestyle="none", marker=".")
     for axes, corpus in zip(panels, corpora, strict=True):
+        # Other methods in gray, below those that are named.
         own = scores[scores["corpus"] == corpus]
         rest = own[~own["pos_emb"].isin(METHODS)]
         axes.plot(rest["score"], rest["loss"], color=GRAY, linestyle="none", marker=".")
         for pos_emb in METHODS:
             runs, looks = own[own["pos_emb"] == pos_emb], _looks(style, pos_emb)
             axes.plot(runs["score"], runs["loss"], **(looks | {"linestyle": "none"}))
+
+        # All panels have the same range of losses.
         middle = (own["loss"].min() + own["loss"].max()) / 2
         axes.set_ylim(middle - RANGE, middle + RANGE)
         axes.xaxis.set_major_locator(MultipleLocator(0.2))
@@ -126,15 +129,17 @@ def recall_plot(frame: DataFrame, train_length: int, style: Style = SCREEN) -> F
     methods = [pos_emb for pos_emb in RECALL_METHODS if pos_emb in set(frame["pos_emb"])]
     figure, panels = new_figure(style, len(methods), 3, 0.8, sharex=True, sharey=True)
     for axes, pos_emb in zip(panels, methods, strict=True):
+        # The mean in a band from the lowest to the highest seed.
         by_distance = frame[frame["pos_emb"] == pos_emb].groupby("distance")["recall"]
         values = 100 * by_distance.agg(["mean", "min", "max"])
         looks = _looks(style, pos_emb)
         low, high, color = values["min"], values["max"], looks["color"]
         axes.fill_between(values.index, low, high, color=color, alpha=0.25, linewidth=0)
         axes.plot(values.index, values["mean"], **looks)
-        axes.axvline(
-            train_length, color=GRAY, linewidth=0.1 * style.size, linestyle="dashed", zorder=1
-        )
+
+        # The axes.
+        width = 0.1 * style.size
+        axes.axvline(train_length, color=GRAY, linewidth=width, linestyle="dashed", zorder=1)
         axes.set_title(display_name(Method(pos_emb)), loc="left")
         axes.set_xscale("log", base=2)
         axes.xaxis.set_major_locator(FixedLocator([2, 16, 64, 512]))
@@ -158,18 +163,20 @@ def long_context_plot(
     """
     figure, panels = new_figure(style, 3, 3, 1.5)
     titles = "cost (nats)", "minus ALiBi (nats)", "in-context score"
-    frames = (
-        _with_start(costs, train_length),
-        differences.rename(columns={"position": "x", "difference": "y"}),
-    )
-    for axes, title, label, frame in zip(
-        panels, titles, ("length", "position"), frames, strict=False
-    ):
+    frames = {
+        "length": _with_start(costs, train_length),
+        "position": differences.rename(columns={"position": "x", "difference": "y"}),
+    }
+
+    # Two panels by length or position, in training lengths.
+    for axes, title, (label, frame) in zip(panels, titles, frames.items(), strict=False):
         axes.set_title(title, loc="left")
         axes.set_xlabel(f"{label} / {train_length:,}")
         _draw_runs(axes, frame.assign(x=frame["x"] / train_length), style)
         _scale_by_length(axes, style)
         _scale_nats(axes)
+
+    # One during training.
     panels[2].set_title(titles[2], loc="left")
     panels[2].set_xlabel("step")
     _draw_runs(panels[2], progress.rename(columns={"step": "x", "score": "y"}), style)

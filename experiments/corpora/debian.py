@@ -225,6 +225,7 @@ class DebianCorpus(DocumentCorpus):
         return first_training_texts(self.documents, self.definition.split)
 
     def _read(self) -> list[tuple[str, bytes]]:
+        # In the order of their hashes, so that the first of two near-duplicates stays.
         deduplicator = Deduplicator()
         candidates = self._first_by_hash()
         documents = []
@@ -234,11 +235,11 @@ class DebianCorpus(DocumentCorpus):
                     documents.append((name, content))
                 display.update(number, f"{number:,} documents", number)
         print(f"{self._name}: {deduplicator}")
+
+        # The checksum of other sizes is not known.
         checksum = documents_checksum(documents)
         print(f"{self._name}: SHA-256 of the documents: {checksum}")
-        is_default = (
-            self._limit_mb == self.definition.limit_mb
-        )  # the checksum of other sizes is not known
+        is_default = self._limit_mb == self.definition.limit_mb
         if is_default and checksum != self.definition.sha256:
             raise UserError(
                 f"the documents of {self._name} have SHA-256 {checksum}, not "
@@ -287,6 +288,7 @@ class DebianCorpus(DocumentCorpus):
                 path.open("rb") as file,
                 Progress(path.name, path.stat().st_size, unit="MB") as display,
             ):
+                # The cheapest rule first.
                 text_bytes = 0
                 for name, content in _package_files(file, path.name, path.name, package.suffix):
                     text_bytes += len(content)
@@ -308,6 +310,7 @@ class DebianCorpus(DocumentCorpus):
         """Return the package in the folder; a package manager of this machine downloads it if it is
         missing.
         """
+        # apt and npm know where the packages are.
         path = self._folder / package.file
         if not path.exists():
             self._folder.mkdir(parents=True, exist_ok=True)
@@ -412,6 +415,8 @@ def prepare(
     if as_bytes:
         name += "_bytes"
     folder = directory / name
+
+    # A BPE tokenizer is trained on the corpus.
     if as_bytes:
         files = TokenizerFiles("CharLevelTokenizer")
     else:
@@ -419,9 +424,10 @@ def prepare(
         folder.mkdir(parents=True, exist_ok=True)
         write_atomically(folder / "tokenizer.json", tokenizer.to_str(pretty=True).encode())
         files = TokenizerFiles("HFTokenizer", str(folder / "tokenizer.json"))
-    manifest = preprocess(
-        corpus, folder / name, files, DocumentOptions(append_eod=True), inputs=[name]
-    )["text"]
+
+    # The checksum is for comparisons with other machines.
+    options = DocumentOptions(append_eod=True)
+    manifest = preprocess(corpus, folder / name, files, options, inputs=[name])["text"]
     prefix = folder / f"{name}_text_document"
     print(f"{summary(prefix, manifest)}\nSHA-256 of the .bin: {manifest.sha256}")
     return prefix

@@ -117,6 +117,7 @@ def texts(root: Path) -> dict[Path, str]:
     def filled(match: re.Match[str]) -> str:
         return f"{match[1]}\n{contents[match[2]]}\n\n{match[3]}"
 
+    # A page that names an unknown block is out of date.
     for path in [root / "README.md", *sorted((root / "docs" / "results").glob("*.md"))]:
         text = path.read_text(encoding="utf-8")
         names = [match[2] for match in BLOCK.finditer(text)]
@@ -170,6 +171,7 @@ def _draw_long_context(style: Style) -> Figure:
 
 def blocks() -> dict[str, str]:
     """The content of each block by name."""
+    # The records of both experiments.
     records, long_context = _read(*SWEEPS), _read_long_context()
     everything = [*_read(*SWEEPS, PILOT, MODES, DOCUMENTS), *long_context]
     full = [record for record in records if record["mode"] == "full"]
@@ -201,6 +203,7 @@ def blocks() -> dict[str, str]:
 
 def cost_table(found: DataFrame) -> Table:
     """The mean cost of extrapolation over the seeds, with its standard deviation."""
+    # A column per corpus and length.
     columns = found[["corpus", "length"]].drop_duplicates().itertuples(index=False)
     keys = sorted(map(tuple, columns), key=lambda key: (corpus_sort_key(key[0]), key[1]))
     values = found.groupby(["pos_emb", "corpus", "length"])["cost"].agg(["mean", "std"])
@@ -341,6 +344,8 @@ def recall_table(frame: DataFrame) -> Table:
         runs = frame[frame["pos_emb"] == pos_emb]
         if runs.empty:
             continue
+
+        # The accuracy at the training length, then the recall by distance.
         columns = [runs.groupby("seed")["trained"].first()]
         columns += [runs[runs["distance"] == distance]["recall"] for distance in distances]
         cells = []

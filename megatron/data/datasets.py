@@ -86,6 +86,8 @@ class CorpusPart(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
         self.settings = settings
         self.samples_per_epoch = len(dataset)
         self._dataset = dataset
+
+        # Without a number of samples, one epoch.
         self._samples = len(dataset)
         if samples is not None:
             self._samples = samples
@@ -105,6 +107,7 @@ class CorpusPart(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
         """Like indexing, but without an upper bound: sample `index` is in epoch
         `index // samples_per_epoch`.
         """
+        # megatron-core shuffles the first epoch; every further one has its own order.
         epoch, position = divmod(int(index), self.samples_per_epoch)
         if epoch:
             if self._shuffle is None or epoch != self._shuffled_epoch:
@@ -140,6 +143,7 @@ class BlendedParts(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
     """
 
     def __init__(self, parts: Sequence[CorpusPart], weights: Sequence[float], samples: int):
+        # megatron-core assigns each sample a part, and a position in it.
         shares = np.asarray(weights, dtype=np.float64) / np.sum(weights)
         self.parts = parts
         order = json.dumps([[part.order for part in parts], shares.tolist()])
@@ -212,6 +216,8 @@ def build_datasets(
         eod_mask_loss=data.eod_mask_loss,
         reset_attention_mask=data.reset_attention_mask,
     )
+
+    # All ranks must have data of this tokenizer.
     valid_sequence_length = valid_sequence_length or sequence_length
     lengths = (sequence_length, valid_sequence_length, valid_sequence_length)
     blends = config_blends(config)
@@ -328,6 +334,7 @@ def build_corpus_part(
     run_on_all_ranks(check)
 
     def dataset(kind: type[GPTDataset], folder: str) -> GPTDataset:
+        # The span has been selected, so the split of megatron-core is all of it.
         config = GPTDatasetConfig(
             random_seed=settings.seed,
             sequence_length=sequence_length,

@@ -165,6 +165,7 @@ class TokenFile:
 
         Raises UserError if the file has become shorter, or cannot be read.
         """
+        # The system may return less than was asked for.
         size = int(count) * np.dtype(dtype).itemsize
         content, position = b"", int(offset)
         try:
@@ -226,6 +227,7 @@ def _changed_file(files: IndexedFiles, manifest: "Manifest") -> Path | None:
 
 def find_files(prefix: str | Path) -> tuple[Path, Path]:
     """The paths of the .bin and .idx of a prefix. Raises UserError if one is missing."""
+    # Say what is probably wrong with the prefix.
     binary, index = bin_path(prefix), idx_path(prefix)
     missing = [path for path in (binary, index) if not path.is_file()]
     if missing:
@@ -430,17 +432,15 @@ def check_tokenizer(prefix: str | Path, tokenizer: "Tokenizer") -> Manifest | No
     """The manifest, if there is one. Reads nothing else. Raises UserError if its tokenizer is not
     `tokenizer`.
     """
+    # Without a manifest, the tokenizer of the data is not known.
     manifest = read_manifest(prefix)
     if manifest is not None and manifest.tokenizer_fingerprint != tokenizer.fingerprint:
         of_data = manifest.tokenizer, manifest.vocab_size, manifest.tokenizer_fingerprint
+        given = tokenizer.name, tokenizer.vocab_size, tokenizer.fingerprint
         names = []
-        for name, size, fingerprint in (
-            of_data,
-            (tokenizer.name, tokenizer.vocab_size, tokenizer.fingerprint),
-        ):
-            names.append(
-                f"{visible(name[:40])} with {size:,} ids (fingerprint {visible(fingerprint[:12])})"
-            )
+        for name, size, fingerprint in (of_data, given):
+            digits = visible(fingerprint[:12])
+            names.append(f"{visible(name[:40])} with {size:,} ids (fingerprint {digits})")
         raise UserError(
             f"{prefix} was tokenized with {' and not with '.join(names)}; set tokenizer-type, "
             "vocab-file and merge-file to the tokenizer of the data, or build the data again with "

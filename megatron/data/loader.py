@@ -72,6 +72,7 @@ class Loader:
         num_workers: int = 0,
         pin_memory: bool = False,
     ):
+        # What places a batch among those of all ranks.
         self._dataset = dataset
         self._placement = {
             "micro_batch_size": micro_batch_size,

@@ -66,6 +66,7 @@ def local_environment(resources: Resources, environment: Mapping[str, str]) -> d
     """The environment of ranks on this machine, derived from `environment`. Prints a number of
     threads that it sets.
     """
+    # On a CPU, the ranks share the cores.
     result = dict(environment)
     (slots,) = resources.slots.values()
     result["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, slots))

@@ -299,6 +299,7 @@ def _forward_signals(stop: Callable[[bool], None], ranks: int) -> Iterator[None]
     """Within the block, the first stop signal calls `stop(False)`, and every further one
     `stop(True)`.
     """
+    # A closed terminal sends SIGHUP after another signal, which does not ask for more.
     received: list[int] = []
 
     def handle(number: int, _frame: object) -> None:

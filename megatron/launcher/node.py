@@ -197,6 +197,7 @@ class _Ranks:
 
     def forward_signals(self) -> None:
         """Forward new signals to the ranks. Stop them if no one can send signals any longer."""
+        # The first signal, or the end of deepy.py on another host, asks the ranks to save.
         received = len(self.received)  # another signal can arrive at any time
         is_new, self.handled = received > self.handled, received
         if is_new and (self.stopping or KILL_SIGNAL.name in self.received):

@@ -75,6 +75,7 @@ def build_tokenizer(
     Raises UserError if the type is unknown or unsupported, a file is missing, unreadable or
     inconsistent, or the vocabulary has no end-of-document token.
     """
+    # A library is imported only for its own type.
     if tokenizer_type in _UNSUPPORTED_TYPES:
         raise UserError(
             f"tokenizer-type {tokenizer_type} is not supported: "
