@@ -45,6 +45,7 @@ def training_alternatives(
     batch: int, heads: int, length: int, size: int
 ) -> dict[str, Callable[[], object]]:
     """Forward and backward pass, including the gradients of the method's parameters."""
+    # The same inputs for all alternatives.
     query, key, value, upstream = random_states(batch, heads, length, length, size)
     positions = torch.arange(length)
     rotary, log = Rotary(size), KerpleLog(heads)

@@ -173,6 +173,7 @@ def pipeline_rate(
     """Return MB/s of text, and CPU seconds per MB of all processes. Both exclude the start of the
     processes.
     """
+    # Measure from the first result on, when all workers run.
     source = _TimedCorpus(find_files(shards), workers)
     finished_children = sum(os.times()[2:4])
     options = DocumentOptions(append_eod=True)

@@ -93,6 +93,7 @@ def check(bench: Bench) -> bool:
     for pos_emb in ("kerple_log", "kerple_bias_wht", "rpe"):
         gradients = []
         for backend, dtype in (("fused", torch.float32), ("reference", torch.float64)):
+            # The same weights and text for both.
             settings = model_settings(pos_emb, backend, dry=True)
             model = initialized_gpt(settings).to(bench.device, dtype)
             torch.manual_seed(0)

@@ -77,6 +77,7 @@ def as_leaves(tables: PositionTables) -> tuple[PositionTables, list[Tensor]]:
         leaves.append(tensor.detach().requires_grad_())
         return leaves[-1]
 
+    # The kernels have tables and coefficients of their own.
     if tables.kernel is None:
         return replace(tables, bias=leaf(tables.bias), weight=leaf(tables.weight)), leaves
     bias, weight, of_bias, of_weight = map(leaf, tables.kernel[:4])

@@ -60,6 +60,7 @@ def compare(
 
     On a machine with other load, use one thread and `clock=time.process_time`.
     """
+    # Each round starts with another alternative.
     names = list(alternatives)
     seconds: dict[str, list[float]] = {name: [] for name in names}
     for round_index in range(warmup + rounds):
@@ -71,6 +72,8 @@ def compare(
             synchronize()
             if round_index >= warmup:
                 seconds[name].append(clock() - start)
+
+    # Ratios within a round, then their median.
     baseline = seconds[names[0]]
     timings = []
     for name, times in seconds.items():

@@ -322,6 +322,7 @@ def _build_tokenizer(
     cannot be read and no option needs it. Raises UserError if one needs it, or a checkpoint has
     another one.
     """
+    # Losses need no tokenizer, only bits per byte and the options below.
     files = tokenizer_files(config, models[0].saved)
     try:
         tokenizer = files.build()
@@ -332,6 +333,8 @@ def _build_tokenizer(
         return None
     if config.checkpoint.allow_other_tokenizer:
         return tokenizer
+
+    # Checkpoints name their tokenizer, or else the files in their configuration do.
     for model in models:
         trained = trained_tokenizer(model.step)
         if trained is not None:

@@ -311,6 +311,8 @@ def _typed_prompts(prompt_end: str, marker: str) -> Iterator[str]:
         if not line:
             yield from split_prompts(buffer, prompt_end)
             return
+
+        # Blank lines after the last prompt do not begin the next one.
         complete, end, rest = buffer.rpartition(prompt_end)
         if end:
             yield from split_prompts(complete, prompt_end)

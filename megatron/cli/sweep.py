@@ -182,6 +182,7 @@ def _report(sweep: Sweep, runs: Sequence[SweepRun], say: Callable[[str], None]) 
     lock = Lock(sweep.output / "report.lock", busy)
     lock.acquire(timeout=-1)
     try:
+        # Runs of other configurations in the folder are left out.
         finished = []
         for run in runs:
             try:
@@ -208,6 +209,8 @@ def _print_plan(console: Console, sweep: Sweep, runs: Sequence[SweepRun]) -> Non
     table.add_column("state")
     table.add_column("steps left", justify="right")
     table.add_column("tokens left", justify="right")
+
+    # A damaged run has its error as the state.
     total_steps = total_tokens = 0
     for run in runs:
         try:

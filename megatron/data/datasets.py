@@ -288,6 +288,7 @@ def _span(files: IndexedFiles, split: str | None, part: int, length: int) -> tup
     part that may be missing: the validation part of a corpus of one document, such as enwik8, and a
     test part of less than a sample.
     """
+    # A corpus of its own for the part.
     if split is None:
         return 0, files.sequences
     span = split_spans(split, files.sequences)[part]
@@ -412,6 +413,7 @@ class _CachedDataset(GPTDataset):
         """int32 `[documents]`, int32 or int64 `[samples + 1, 2]`, and uint32 or int64 `[samples]`.
         Raises UserError.
         """
+        # Mapped, so that all ranks of a machine share the memory.
         folder = Path(self.config.path_to_cache)
         arrays = []
         try:

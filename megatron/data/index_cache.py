@@ -90,6 +90,8 @@ def _write(folder: Path, arrays: Sequence[np.ndarray]) -> None:
                 with open(new / name, "wb", buffering=0) as stream:
                     np.save(stream, array, allow_pickle=False)
                     os.fsync(stream)
+
+            # The checksum comes last, so it exists only next to complete arrays.
             write_atomically(new / _CHECKSUM, _checksum(new))
             if not _is_whole(new):
                 raise UserError(
@@ -98,11 +100,8 @@ def _write(folder: Path, arrays: Sequence[np.ndarray]) -> None:
 
             # Processes that have mapped the files of an old folder keep them.
             if folder.exists():
-                print(
-                    visible(f"{folder} has no valid checksum; replacing it"),
-                    file=sys.stderr,
-                    flush=True,
-                )
+                note = f"{folder} has no valid checksum; replacing it"
+                print(visible(note), file=sys.stderr, flush=True)
                 folder.rename(temporary / "old")
             new.rename(folder)
     finally:

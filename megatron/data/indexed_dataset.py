@@ -191,6 +191,7 @@ def open_indexed_files(prefix: str | Path) -> IndexedFiles:
     Raises UserError if a file is missing, truncated or damaged, the two do not belong together,
     they are not those that the manifest describes, or there are no tokens.
     """
+    # A manifest that cannot be read would hide that the files are others.
     binary, index = find_files(prefix)
     manifest = read_manifest(prefix)
     if manifest is None and os.path.lexists(manifest_path(prefix)):
@@ -214,6 +215,7 @@ def changed_file_error(changed: Path, prefix: str | Path) -> UserError:
 
 def _changed_file(files: IndexedFiles, manifest: "Manifest") -> Path | None:
     """The .idx or .bin, if it is certainly not the one that the manifest describes."""
+    # What costs nothing first. The .bin is too large to read all of it.
     binary, index = bin_path(files.prefix), idx_path(files.prefix)
     described = (manifest.tokens, manifest.documents, manifest.dtype)
     if described != (files.tokens, files.documents, files.dtype.name):
@@ -395,6 +397,7 @@ def data_fingerprint(prefix: str | Path) -> str:
 
     Raises UserError if a file is missing or unreadable.
     """
+    # Reading the manifest is faster than hashing the files.
     binary, index = find_files(prefix)
     manifest = read_manifest(prefix)
     if manifest is not None and manifest.idx_sha256 is not None and manifest.bin_sample is not None:

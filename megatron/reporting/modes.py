@@ -153,7 +153,7 @@ def heat_map(losses: Measurements, setting: Setting, style: Style = SCREEN) -> F
         pad=0.01,
     )
     bar.outline.set_visible(False)
-    characters = int(style.width / style.em / CHARACTER)
+    characters = int(style.ems / CHARACTER)
     title = textwrap.fill(
         f"Loss (nats per token), {_title(setting)}", characters, break_on_hyphens=False
     )

@@ -116,6 +116,7 @@ class Display:
             run, text = job.run, f"{job.run.name} {job.task}"
             steps_left = self._steps_left[run.name]
             if job.task == "training":
+                # Steps before this sweep started took none of its time.
                 iteration = run.logged_iteration()
                 trained = iteration - (run.steps - steps_left)
                 self._done[run.name] = min(max(trained, 0), steps_left)

@@ -77,6 +77,7 @@ class Tokenizer(ABC):
         """Return the text that `ids` add to the text of `prompt`. Alone, the first word of
         SentencePiece's ids would lose the space before it.
         """
+        # A continuation can change the end of the prompt, such as half a character.
         before, text = self.detokenize(prompt), self.detokenize([*prompt, *ids])
         return text[len(before) :] if text.startswith(before) else self.detokenize(ids)
 
@@ -122,6 +123,7 @@ class SpecialTokens:
         """Read the tokenizer_config.json in the folder of a vocabulary file; no special tokens
         without one. Raises UserError if it is not JSON of the expected form.
         """
+        # Only the keys that matter here are read.
         file = path.parent / TOKENIZER_CONFIG
         if not os.path.isfile(file):
             return cls()

@@ -111,10 +111,12 @@ def check_writable(folder: str | Path, key: str) -> None:
     closest existing parent is checked. Raises UserError that names `key`, the key or option of the
     folder.
     """
+    # The closest folder that exists.
     place = Path(folder).absolute()
     try:
         while not os.path.lexists(place):
             place = place.parent
+
         # Without a name where the file system allows it, so that a killed process leaves nothing
         # behind.
         with tempfile.TemporaryFile(prefix=".writable-", dir=place) as stream:
@@ -132,6 +134,7 @@ def write_atomically(path: str | Path, content: bytes) -> None:
 
     Raises UserError if the file cannot be written, for example because the disk is full.
     """
+    # The name has the process, so that two processes do not write to one file.
     path = Path(path)
     partial = path.with_name(f"{path.name}.partial-{os.getpid()}")
     try:

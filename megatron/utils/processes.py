@@ -96,6 +96,7 @@ class Lock:
         Raises LockBusyError if a process still holds it then, and UserError if the file cannot be
         written, or its file system does not support flock.
         """
+        # The content of the file is only for the message of other processes.
         try:
             self._created_folder = not self._path.parent.exists()
             self._path.parent.mkdir(parents=True, exist_ok=True)
