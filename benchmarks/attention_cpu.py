@@ -114,9 +114,7 @@ def dape_step(length: int, backend: str) -> Callable[[], None]:
 
 
 def dape_peak_memory(length: int, backend: str, threads: int) -> int:
-    """Peak memory of a step in bytes, above the memory in use before it. Call it in a
-    new process.
-    """
+    """Peak memory of a step in bytes, above what was in use. Call it in a new process."""
     torch.set_num_threads(threads)
     dape_step(16, backend)()
     step = dape_step(length, backend)

@@ -39,6 +39,7 @@ CALLS = 100  # per measurement
 
 def alternatives(method_name: str) -> dict[str, Callable[[], object]]:
     """Name -> CALLS forward and backward passes."""
+    # The tables of the method, and what a backward pass differentiates by.
     method = build(method_name, ModelShape(HEADS, SIZE, HEADS * SIZE, 1, LENGTH))
     attention = Attention(method, "fused")
     query, key, value = (torch.randn(1, HEADS, LENGTH, SIZE, requires_grad=True) for _ in range(3))

@@ -89,9 +89,7 @@ def gpt2_files() -> TokenizerFiles:
 
 
 def write_shards(folder: Path, size: int, count: int = 4) -> list[Path]:
-    """Write `count` shards with about `size` bytes of text in total. Texts repeat with different
-    first lines.
-    """
+    """Write shards with about `size` bytes of text. Texts repeat with different first lines."""
     texts = StdlibCorpus().tokenizer_texts()
     paths = []
     number = 0
@@ -117,9 +115,7 @@ def read_texts(paths: list[Path]) -> list[str]:
 
 
 def time_library(paths: list[Path], tokenizer: TokenizerFiles, ready, go, results) -> None:
-    """Time the library's batch call on texts in memory, in one single-threaded process like the
-    workers.
-    """
+    """Time the library's batch call on texts in memory, in a single-threaded process."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     built = tokenizer.build()
     assert isinstance(built, GPT2BPETokenizer)
@@ -170,9 +166,7 @@ def library_rate(
 def pipeline_rate(
     shards: list[Path], output: Path, tokenizer: TokenizerFiles, workers: int
 ) -> tuple[float, float]:
-    """Return MB/s of text, and CPU seconds per MB of all processes. Both exclude the start of the
-    processes.
-    """
+    """MB/s of text, and CPU seconds per MB of all processes, both without their start."""
     # Measure from the first result on, when all workers run.
     source = _TimedCorpus(find_files(shards), workers)
     finished_children = sum(os.times()[2:4])

@@ -100,7 +100,7 @@ def main() -> int:
         options.json.write_text(
             json.dumps({"evaluation": measurements, "limit_bytes": LIMIT}, indent=1) + "\n"
         )
-    return 0 if all(measured["bytes"] <= LIMIT for measured in measurements) else 1
+    return int(any(measured["bytes"] > LIMIT for measured in measurements))
 
 
 if __name__ == "__main__":

@@ -213,9 +213,7 @@ def opcode(instruction: str) -> str:
 
 
 def inner_loop(lines: list[str], matrix: set[str]) -> list[str]:
-    """The instructions of the loop with the most matrix products, without those that unmasked tiles
-    jump over.
-    """
+    """The loop with the most matrix products, without what unmasked tiles jump over."""
     labels: dict[str, int] = {}
     instructions: list[str] = []
     for line in lines:
@@ -269,9 +267,7 @@ def is_serialized(opcodes: list[str], matrices: int) -> bool:
 
 
 def count(kernel, tile: Tile, case: Case, matrices: int) -> dict[str, object]:
-    """Part of a row of the table. matrices: the number of matrix products that the kernel computes
-    for each pair.
-    """
+    """Part of a row of the table. matrices: number of matrix products for each pair."""
     binary = compiled(kernel, tile, case)
     lines, registers, stack = disassembled(binary.asm["cubin"])
     products = {"FFMA", "FFMA2"} if case.dtype == "fp32" else MATRIX

@@ -219,9 +219,7 @@ def with_totals(values: Counter[str]) -> dict[str, int]:
 
 
 def step_seconds(launches: list[Launch], flops: float, bandwidth: float) -> float:
-    """Seconds of a step on a GPU with these rates in FLOP/s and bytes/s, one kernel after the
-    other.
-    """
+    """Seconds of a step at these rates in FLOP/s and bytes/s, one kernel after the other."""
     return sum(max(launch.cost.flops / flops, launch.cost.bytes / bandwidth) for launch in launches)
 
 

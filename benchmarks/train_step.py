@@ -96,9 +96,7 @@ def plain_decoder_table(rounds: int, clock: Callable[[], float]) -> dict[str, li
 
 
 def original_tables(rounds: int, clock: Callable[[], float]) -> dict[str, list[Timing]]:
-    """Measure the steps from the original's computation to this project's; print and return the
-    tables by title.
-    """
+    """Measure the steps from the original's computation to ours; print and return the tables."""
     dispatch.BACKENDS[MATERIALIZED.name] = MATERIALIZED
     results = {}
     for length in (LENGTH, 4 * LENGTH):

@@ -1,6 +1,4 @@
-"""Figures that all experiments draw: a panel per corpus, and in it a thin line or a
-point per run.
-"""
+"""Figures of all experiments: a panel per corpus, and in it a thin line or a point per run."""
 
 import itertools
 from collections.abc import Iterable
@@ -116,6 +114,12 @@ def effective_length_plot(records: Iterable[AnyRecord], style: Style = SCREEN) -
     return figure
 
 
+def _thousands(value: float, _: object) -> str:
+    if not value:
+        return "0"
+    return f"{value / 1000:g}k"
+
+
 def _multiple(value: float, _: object) -> str:
     if value < 1:
         return f"1/{1 / value:g}"
@@ -180,9 +184,7 @@ def long_context_plot(
     panels[2].set_title(titles[2], loc="left")
     panels[2].set_xlabel("step")
     _draw_runs(panels[2], progress.rename(columns={"step": "x", "score": "y"}), style)
-    panels[2].xaxis.set_major_formatter(
-        FuncFormatter(lambda value, _: f"{value / 1000:g}k" if value else "0")
-    )
+    panels[2].xaxis.set_major_formatter(FuncFormatter(_thousands))
     legend_above(figure, style, _handles(style, costs))
     return figure
 

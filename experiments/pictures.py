@@ -61,9 +61,7 @@ fill = partial(textwrap.fill, width=100, break_on_hyphens=False)
 
 
 class MethodOfModel(NamedTuple):
-    """A positional method, the shape of the model it was built for, and the number of distances to
-    plot.
-    """
+    """A positional method, the shape of its model, and the number of distances to plot."""
 
     method: PositionalMethod
     shape: ModelShape
@@ -71,9 +69,7 @@ class MethodOfModel(NamedTuple):
 
 
 def initial_methods() -> dict[str, MethodOfModel]:
-    """All methods by primary `pos-emb` name, initialized as in the first layer of a
-    new demo model.
-    """
+    """All methods by primary name, initialized as in the first layer of a new demo model."""
     methods = {}
     for name in primary_names():
         method = build(name, SHAPE)
@@ -153,9 +149,7 @@ def distance_curves(
 
 
 def method_picture(name: str, stages: Mapping[str, MethodOfModel]) -> bytes | None:
-    """A PNG with a row per curve and a column per stage ("at initialization", ...); None if there
-    are no curves.
-    """
+    """A PNG with a row per curve and a column per stage; None if there are no curves."""
     curves = {stage: distance_curves(*method) for stage, method in stages.items()}
     labels = list(dict.fromkeys(label for by_label in curves.values() for label in by_label))
     if not labels:
@@ -193,9 +187,7 @@ def _stages_plot(
 
 
 def _plot_heads(axes: Axes, values: Tensor) -> None:
-    """One line per head of values `[heads, distances]`, over a distance axis that is logarithmic
-    from 1.
-    """
+    """One line per head of values `[h, n]`, over a distance axis that is logarithmic from 1."""
     # Heads that are evenly spaced, with the first and the last one.
     num_heads, num_distances = values.shape
     shown = min(num_heads, MAX_HEADS)
@@ -270,9 +262,7 @@ def write_page(
 
 
 def description(name: str) -> str:
-    """The comment in the method's file in `configs/pos_emb/`, or the first paragraph of its class
-    docstring.
-    """
+    """The comment in the method's file in configs/pos_emb/, or else the start of its docstring."""
     path = CONFIGS / f"{name}.yml"
     if not path.is_file():
         first, _, _ = (method_class(name).__doc__ or "").strip().partition("\n\n")

@@ -48,9 +48,7 @@ def attend_with_method(
     backend: str,
     window: int | None = None,
 ) -> Tensor:
-    """Attention as in a model's layer: rotates, evaluates the method's tables, then runs the
-    backend.
-    """
+    """Attention as in a model's layer: rotates, evaluates the tables, then runs the backend."""
     return Attention(method, backend)(query, key, value, window=window)
 
 

@@ -137,9 +137,7 @@ class Bench:
     def attempt(
         self, row: dict[str, object], measurement: Callable[[], dict[str, object]]
     ) -> dict[str, object] | None:
-        """Add a measurement, or the reason of its failure (such as out of memory), to a row, and
-        write the row.
-        """
+        """Add a measurement, or the reason of its failure, to a row, and write the row."""
         if self.expired:
             self._add({**row, "skipped": "time limit"})
             return None

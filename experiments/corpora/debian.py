@@ -249,9 +249,7 @@ class DebianCorpus(DocumentCorpus):
         return documents
 
     def _first_by_hash(self) -> list[tuple[str, bytes]]:
-        """Return the documents whose contents have the smallest hashes, in this order, up to the
-        size limit.
-        """
+        """Return the documents with the smallest hashes, in this order, up to the size limit."""
         limit = math.inf
         if self._limit_mb is not None:
             limit = self._limit_mb * 1e6
@@ -278,9 +276,7 @@ class DebianCorpus(DocumentCorpus):
         return [(name, content) for _, name, content in heap]
 
     def _files(self, left_out: Counter[str]) -> Iterator[tuple[str, bytes]]:
-        """Yield path and content of every document in the packages, and count other files in
-        `left_out`.
-        """
+        """Yield path and content of every document; count other files in `left_out`."""
         pattern = self.definition.pattern
         for package in self.definition.packages:
             path = self._download(package)
@@ -307,9 +303,7 @@ class DebianCorpus(DocumentCorpus):
                         yield name, content
 
     def _download(self, package: Package) -> Path:
-        """Return the package in the folder; a package manager of this machine downloads it if it is
-        missing.
-        """
+        """Return the package in the folder. A package manager downloads it if it is missing."""
         # apt and npm know where the packages are.
         path = self._folder / package.file
         if not path.exists():
@@ -331,9 +325,7 @@ class DebianCorpus(DocumentCorpus):
 
 
 def _download_command(file: str) -> list[str]:
-    """Return the command that downloads a package with this file name into the working
-    directory.
-    """
+    """Return the command that downloads this file into the working directory."""
     name = file.partition("_")[0]
     if file.endswith(".deb"):
         version = file.split("_")[1]

@@ -282,9 +282,7 @@ def _key(record: AnyRecord) -> Key:
 
 
 def documents_table(records: Iterable[AnyRecord]) -> Table:
-    """The losses of models trained with and without document masks by mode and length, and their
-    paired differences.
-    """
+    """The losses with and without document masks by mode and length, and their differences."""
     # The records of all seeds, by method, mode and length.
     records = [record for record in records if record["kind"] == "extrapolation"]
     losses = PairedLosses(records)
@@ -335,9 +333,7 @@ def loss_table(records: Iterable[AnyRecord]) -> Table:
 
 
 def recall_table(frame: DataFrame) -> Table:
-    """The recall of each method from the training length on: mean, lowest and highest of the seeds
-    in percent.
-    """
+    """The recall of each method by distance in percent: mean, lowest and highest of the seeds."""
     distances = sorted(frame[frame["distance"] >= RECALL_TRAIN_LENGTH // 2]["distance"].unique())
     lines = []
     for pos_emb in RECALL_METHODS:
@@ -386,9 +382,7 @@ def environments(records: Iterable[AnyRecord]) -> list[str]:
 
 
 def _markdown(table: Table) -> str:
-    """The table without heading and notes, and without marks of the best values and of significant
-    differences.
-    """
+    """The table without heading, notes, and marks of the best and of significant values."""
     lines: list[Row | Section] = []
     for line in table.lines:
         if isinstance(line, Row):

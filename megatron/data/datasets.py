@@ -119,9 +119,7 @@ class CorpusPart(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
         return sample
 
     def describe(self, samples: int | None = None) -> list[str]:
-        """A line about each corpus, of which a run reads `samples` samples (default: as many as it
-        has).
-        """
+        """A line about each corpus, of which a run reads `samples` samples (default: all)."""
         if samples is None:
             samples = len(self)
         return [
@@ -273,9 +271,7 @@ def datasets_from_blends(
 
 
 def _check_same(prefix: str, fingerprints: Sequence[str]) -> None:
-    """Raises UserError unless all ranks have the same dataset: otherwise they would not read
-    disjoint samples.
-    """
+    """Raises UserError unless all ranks have the same dataset, so that they share its samples."""
     if len(set(fingerprints)) > 1:
         raise UserError(
             f"{prefix}: the machines have different datasets of this name; copy the same one to "

@@ -77,9 +77,7 @@ def build_once(folder: Path, build: Callable[[], Sequence[np.ndarray]]) -> None:
 
 
 def _write(folder: Path, arrays: Sequence[np.ndarray]) -> None:
-    """Write the files in a temporary folder, and rename it when they are complete. The caller holds
-    the lock.
-    """
+    """Write the files in a temporary folder, and rename it. The caller holds the lock."""
     temporary = folder.with_suffix(".partial")
     shutil.rmtree(temporary, ignore_errors=True)  # of a killed run
     new = temporary / folder.name

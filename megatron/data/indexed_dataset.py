@@ -62,9 +62,7 @@ _REBUILD_HINT = f"rebuild it with {_BUILD_COMMANDS}"
 
 
 def id_type_for(vocab_size: int) -> np.dtype:
-    """Return the dtype in which Megatron stores ids: uint16 for vocabularies below 65,500,
-    otherwise int32.
-    """
+    """The dtype in which Megatron stores ids: uint16 for vocabularies below 65,500, else int32."""
     return np.dtype(np.uint16) if vocab_size < 65500 else np.dtype(np.int32)
 
 
@@ -106,17 +104,13 @@ class IndexedFiles:
         return len(self.document_index) - 1
 
     def open_tokens(self, first: int = 0, last: int | None = None) -> "TokenFile":
-        """Open the .bin to read the token ids of sequences `first` to `last - 1`; by default, of
-        all.
-        """
+        """Open the .bin to read the ids of sequences `first` to `last - 1`; by default, of all."""
         start = int(self.lengths[:first].sum(dtype=np.int64))
         tokens = int(self.lengths[first:last].sum(dtype=np.int64))
         return TokenFile(bin_path(self.prefix), self.dtype, start, tokens)
 
     def offsets(self) -> np.ndarray:
-        """Return the first token of each sequence, followed by the number of tokens: int64
-        [sequences + 1].
-        """
+        """The first token of each sequence, then the number of tokens: int64 [sequences + 1]."""
         return np.concatenate(([0], np.cumsum(self.lengths, dtype=np.int64)))
 
 
@@ -432,9 +426,7 @@ def file_sample(path: str | Path) -> str:
 
 
 def check_tokenizer(prefix: str | Path, tokenizer: "Tokenizer") -> Manifest | None:
-    """The manifest, if there is one. Reads nothing else. Raises UserError if its tokenizer is not
-    `tokenizer`.
-    """
+    """The manifest, if there is one. Raises UserError if its tokenizer is not `tokenizer`."""
     # Without a manifest, the tokenizer of the data is not known.
     manifest = read_manifest(prefix)
     if manifest is not None and manifest.tokenizer_fingerprint != tokenizer.fingerprint:

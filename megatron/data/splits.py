@@ -40,9 +40,7 @@ class Blend:
 
 
 def config_blends(config: Config) -> list[Blend | None]:
-    """Return the train, valid and test blends of `config.data`. Raises UserError if no data paths
-    are set.
-    """
+    """The train, valid and test blends of `config.data`. Raises UserError without data paths."""
     # Paths per part, or else one corpus that is split.
     data = config.data
     paths_and_weights = [
@@ -67,9 +65,7 @@ def config_blends(config: Config) -> list[Blend | None]:
 
 
 def dataset_prefixes(config: Config) -> list[str]:
-    """Return the prefixes of all datasets in `config.data`, each once. Raises UserError if no data
-    paths are set.
-    """
+    """The prefixes of all datasets, each once. Raises UserError if no data paths are set."""
     blends = filter(None, config_blends(config))
     return list(dict.fromkeys(prefix for blend in blends for prefix in blend.prefixes))
 

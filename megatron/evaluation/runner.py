@@ -168,9 +168,7 @@ def plan_extrapolation(
     provenance: Provenance,
     bins: int | None = None,
 ) -> list[ExtrapolationTask]:
-    """The tasks of `evaluate_extrapolation`, by protocol, mode and length in this order. Raises
-    UserError.
-    """
+    """The tasks of `evaluate_extrapolation`, by protocol, mode and length. Raises UserError."""
     lengths = unique_lengths(lengths)
     parsed_modes = parse_modes(modes, provenance.train_length)
     parsed_protocols: dict[Protocol, None] = {}

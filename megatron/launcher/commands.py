@@ -63,9 +63,7 @@ def rank_command(config: Config, program: Sequence[str], options: Sequence[str])
 
 
 def local_environment(resources: Resources, environment: Mapping[str, str]) -> dict[str, str]:
-    """The environment of ranks on this machine, derived from `environment`. Prints a number of
-    threads that it sets.
-    """
+    """The environment of ranks on this machine. Prints a number of threads that it sets."""
     # On a CPU, the ranks share the cores.
     result = dict(environment)
     (slots,) = resources.slots.values()

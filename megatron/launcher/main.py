@@ -162,9 +162,7 @@ def main(
 
 
 def _reject_started_ranks(config: Config) -> None:
-    """Raises UserError if srun or mpirun has started several processes: each would
-    start all ranks.
-    """
+    """Raises UserError under srun or mpirun, where each process would start all ranks."""
     launcher = config.launcher
     started_by = (
         ("slurm", launcher.deepspeed_slurm, "SLURM_STEP_NUM_TASKS"),

@@ -277,9 +277,7 @@ def _reason_for_cpu() -> str:
 
 
 def visible_gpus() -> list[int] | None:
-    """Indices of the GPUs this process may use, according to CUDA_VISIBLE_DEVICES; None to use the
-    CPU.
-    """
+    """Indices of the GPUs in CUDA_VISIBLE_DEVICES, or of all; None to use the CPU."""
     import torch
 
     from megatron.utils.environment import use_gpus

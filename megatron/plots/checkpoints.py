@@ -195,9 +195,7 @@ def _plot_heads(axes: Axes, values: Tensor) -> None:
 
 
 def _symlog_distance(axes: Axes, base: int = 10) -> None:
-    """A distance axis that is linear from 0 to 1 and logarithmic from there, with ticks at the
-    powers of `base`.
-    """
+    """A distance axis that is logarithmic from 1 on, with ticks at the powers of `base`."""
     axes.set_xscale("symlog", linthresh=1)
     axes.xaxis.set_major_locator(SymmetricalLogLocator(base=base, linthresh=1))
     thousands(axes)

@@ -146,9 +146,7 @@ def resolution_tables(records: Iterable[AnyRecord]) -> list[Table]:
 
 
 def passkey_tables(records: Iterable[AnyRecord]) -> list[Table]:
-    """Passkey accuracies per corpus, model size and training length: a section per depth, and one
-    for their mean.
-    """
+    """Passkey accuracies: a section per depth, and one for their mean."""
     accuracies = measurements(records, "passkey", "accuracy")
     tables = []
     for setting in accuracies.settings:
@@ -219,9 +217,7 @@ def _by_corpus(values: Measurements) -> list[Setting]:
 
 
 def _groups(values: Measurements) -> list[Measurements]:
-    """One group per model size, training length and protocol: the settings in a group differ only
-    in the corpus.
-    """
+    """The settings of a group differ only in the corpus."""
     groups: dict[tuple[object, ...], list[Setting]] = {}
     for setting in values.settings:
         common = setting.model, setting.train_length, setting.protocol

@@ -41,9 +41,7 @@ PANEL = 14.0  # the narrowest panel, in em
 
 @dataclass(frozen=True)
 class Style:
-    """width: of a figure, in inches. size: of the text, in points. dpi: pixels per inch of PNG
-    files.
-    """
+    """width: of a figure in inches. size: of the text in points. dpi: pixels per inch of a PNG."""
 
     width: float
     size: float = 10.0

@@ -42,9 +42,7 @@ class Tokenizer(ABC):
 
     @property
     def first(self) -> int:
-        """The token that precedes the first one of a text: `bos`, or else `eod`, which ends the
-        previous document.
-        """
+        """The token before a text: `bos`, or else `eod`, which ends the previous document."""
         if self.bos is None:
             return self.eod
         return self.bos
@@ -56,9 +54,7 @@ class Tokenizer(ABC):
         """
 
     def tokenize_continuation(self, text: str) -> list[int]:
-        """Return the token ids that `text`, which starts with white space, adds to the end of
-        another text.
-        """
+        """The ids that `text`, which starts with white space, adds to the end of another text."""
         return self.tokenize("." + text)[len(self.tokenize(".")) :]
 
     @property

@@ -123,9 +123,7 @@ class TokenizerFiles:
         vocab_file: str | Path | None = None,
         merge_file: str | Path | None = None,
     ) -> "TokenizerFiles":
-        """The tokenizer of a configuration. The arguments replace the files that the configuration
-        names.
-        """
+        """The tokenizer of a configuration. The arguments replace its files."""
         keys = config.tokenizer
         return cls(
             keys.tokenizer_type, vocab_file or keys.vocab_file, merge_file or keys.merge_file

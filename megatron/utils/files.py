@@ -74,9 +74,7 @@ def read_file(path: str | Path, limit: int = 1 << 26) -> bytes:
 
 
 def read_lines(path: str | Path, limit: int) -> Iterator[bytes]:
-    """The lines of a regular file of any size, with their newlines. Like `read_file`; `limit` is
-    that of a line.
-    """
+    """The lines of a regular file of any size, with newlines. limit: of a line."""
     with read_errors(path), open_file(path) as stream:
         number = 0
         while line := stream.readline(limit + 1):

@@ -25,7 +25,9 @@ _prctl = getattr(ctypes.CDLL(None), "prctl", None)  # only Linux has it
 
 def available_cores() -> int:
     """The number of processors that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def signal_without_parent(number: int) -> Callable[[], None]:

@@ -1,6 +1,4 @@
-"""Progress of long tasks, with rate and time left: a line that changes in a terminal, periodic
-lines in a log.
-"""
+"""Progress of long tasks: a line that changes in a terminal, periodic lines in a log."""
 
 import time
 

@@ -1,6 +1,4 @@
-"""JSON from outside, checked against a type: one error that names the place, the field and the
-value.
-"""
+"""JSON from outside, checked against a type. Errors name the place, the field and the value."""
 
 import re
 from typing import Annotated, Any, TypeVar

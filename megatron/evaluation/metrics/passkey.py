@@ -193,9 +193,7 @@ def plan_passkey(
     provenance: Provenance,
     corpus: str | None = None,
 ) -> list[PasskeyTask]:
-    """The tasks by mode, length and depth, in this order. Raises UserError if a length is too short
-    for the prompt.
-    """
+    """The tasks by mode, length and depth. Raises UserError if a length is too short."""
     # The prompts must fit into memory.
     if trials * (max(lengths) + 1) > MAX_TOKENS:
         raise UserError(

@@ -159,10 +159,8 @@ class ScoreRecorder:
         for first in range(0, s, rows):
             last = min(first + rows, s)
             begin, end = span.first_key(t - s + first), t - s + last
-            queries, keys = (
-                query[:, :, first:last],
-                key[:, :, begin:end],
-            )  # [b, h, c, d], [b, g, l, d]
+            queries = query[:, :, first:last]  # [b, h, c, d]
+            keys = key[:, :, begin:end]  # [b, g, l, d]
             query_positions = torch.arange(t - s + first, end) + dropped
             key_positions = torch.arange(begin, end) + dropped
             if method is not None and "scale_qk" in method.hooks:
