@@ -236,8 +236,18 @@ def datasets_from_blends(
     @functools.cache  # a corpus that is split belongs to several parts
     def open_files(prefix: str) -> IndexedFiles:
         files = agree(lambda: open_indexed_files(prefix))
-        fingerprints = run_on_all_ranks(lambda: data_fingerprint(prefix))
-        run_on_all_ranks(lambda: _check_same(prefix, fingerprints))
+
+        # With different data, the ranks would not read disjoint samples.
+        fingerprints = set(run_on_all_ranks(lambda: data_fingerprint(prefix)))
+
+        def check_same() -> None:
+            if len(fingerprints) > 1:
+                raise UserError(
+                    f"{prefix}: the machines have different datasets of this name; copy the same "
+                    "one to all of them"
+                )
+
+        run_on_all_ranks(check_same)
         return files
 
     parts: list[Samples | None] = []
@@ -268,15 +278,6 @@ def datasets_from_blends(
                 samples = sum(map(len, corpora))
             parts.append(BlendedParts(corpora, blend.shares(documents), samples))
     return Datasets(*parts)
-
-
-def _check_same(prefix: str, fingerprints: Sequence[str]) -> None:
-    """Raises UserError unless all ranks have the same dataset, so that they share its samples."""
-    if len(set(fingerprints)) > 1:
-        raise UserError(
-            f"{prefix}: the machines have different datasets of this name; copy the same one to "
-            "all of them"
-        )
 
 
 def _span(files: IndexedFiles, split: str | None, part: int, length: int) -> tuple[int, int] | None:
