@@ -45,6 +45,7 @@ def training_alternatives(
     batch: int, heads: int, length: int, size: int
 ) -> dict[str, Callable[[], object]]:
     """Forward and backward pass, including the gradients of the method's parameters."""
+    # The same inputs for all alternatives.
     query, key, value, upstream = random_states(batch, heads, length, length, size)
     positions = torch.arange(length)
     rotary, log = Rotary(size), KerpleLog(heads)
@@ -56,7 +57,9 @@ def training_alternatives(
     def step(
         forward: Callable[[], Tensor], method: PositionalMethod | None = None
     ) -> Callable[[], object]:
-        leaves = [query, key, value, *(method.parameters() if method is not None else ())]
+        leaves = [query, key, value]
+        if method is not None:
+            leaves += method.parameters()
         return lambda: torch.autograd.grad(forward(), leaves, upstream)
 
     def method_step(method: PositionalMethod, backend: str) -> Callable[[], object]:
@@ -111,9 +114,7 @@ def dape_step(length: int, backend: str) -> Callable[[], None]:
 
 
 def dape_peak_memory(length: int, backend: str, threads: int) -> int:
-    """Peak memory of a step in bytes, above the memory in use before it. Call it in a
-    new process.
-    """
+    """Peak memory of a step in bytes, above what was in use. Call it in a new process."""
     torch.set_num_threads(threads)
     dape_step(16, backend)()
     step = dape_step(length, backend)

@@ -80,7 +80,7 @@ def half_dtype(bench: Bench) -> torch.dtype:
     """bfloat16; float16 in Triton's interpreter, which computes matrix products of bfloat16 as
     integers.
     """
-    return torch.float16 if bench.dry else torch.bfloat16
+    return bench.sized(torch.bfloat16, torch.float16)
 
 
 def make_method(
@@ -99,17 +99,17 @@ def alternatives(
 
     def add(backend: str, method_name: str, label: str | None = None) -> None:
         method = make_method(bench.device, method_name, length)
-        name = (
-            f"{label or backend}, "
-            f"{'no positions' if backend == 'flex' and method_name == 'none' else method_name}"
-        )
+        name = f"{label or backend}, {method_name}"
+        if name == "flex, none":
+            name = "flex, no positions"
         if "modify_scores" in method.hooks:
-            leaves = [query, key, value, *method.parameters()]
             results[name] = (
                 lambda: attend_with_method(method, query, key, value, backend=backend),
-                leaves,
+                [query, key, value, *method.parameters()],
             )
             return
+
+        # Layers share the tables, whose gradients are computed once.
         tables, table_leaves = as_leaves(layer_tables(method, length, HEADS, bench.device, backend))
         run = partial(Attention(method, backend), query, key, value, tables=tables)
         results[name] = run, [query, key, value, *table_leaves]
@@ -120,7 +120,7 @@ def alternatives(
             )
 
     # Our kernels first, then those of PyTorch and of other packages.
-    for method in METHODS[: 2 if bench.dry else None]:
+    for method in bench.sized(METHODS, METHODS[:2]):
         add("fused", method)
     if not bench.dry:
         for name, backend in SDPA_BACKENDS.items():
@@ -134,14 +134,14 @@ def alternatives(
 
         # FlashAttention, if installed, and FlexAttention.
         for package in ("flash_attn", "flash_attn_interface"):
-            with contextlib.suppress(
-                Exception
-            ):  # a package for another version of torch fails in many ways
+            # A package for another version of torch fails in many ways.
+            with contextlib.suppress(Exception):
                 run = importlib.import_module(package).flash_attn_func
                 results[package] = (partial(_flash, run, query, key, value), [query, key, value])
-        for method in (
-            ("kerple_log",) if bench.options.quick else ("none", "kerple_log", "kerple_bias_wht")
-        ):
+        flex_methods = ["none", "kerple_log", "kerple_bias_wht"]
+        if bench.options.quick:
+            flex_methods = ["kerple_log"]
+        for method in flex_methods:
             add("flex", method)
 
     # Attention with all logits in memory, at lengths where that is possible.
@@ -179,7 +179,7 @@ def table_errors(
     tolerance: float,
 ) -> list[tuple[bool, float]]:
     """Errors of the result and of the gradients of query, key, value and tables."""
-    length = states[1].shape[2] if window is None else window
+    length = window or states[1].shape[2]
     named = zip(("bias", "weight"), tables(method, length, states[0].device), strict=True)
     present = [(name, table) for name, table in named if table is not None]
     runs = []
@@ -201,7 +201,7 @@ def parameter_errors(
 ) -> list[tuple[bool, float]]:
     """Errors of the gradients of a method's parameters, computed as in training, by jacobians."""
     t, size = states[1].shape[2:]
-    length = t if window is None else window
+    length = window or t
     runs = []
     for backend in ("fused", "reference"):
         method = make_method(states[0].device, name, t, states[1].shape[1], size)
@@ -244,12 +244,12 @@ def check_case(
     row = case_row(sizes, name, dtype)
     try:
         *states, upstream = random_states(2, 3, s, t, size, dtype=dtype, device=device)
-        errors = table_errors(
-            make_method(device, name, t, 3, size), states, upstream, window, TOLERANCES[dtype]
-        )
+        method = make_method(device, name, t, 3, size)
+        errors = table_errors(method, states, upstream, window, TOLERANCES[dtype])
         errors += parameter_errors(name, states, upstream, window, TOLERANCES[dtype])
     except Exception as error:  # a kernel that does not compile must not hide the other results
         return {**row, "ok": False, "failed": f"{type(error).__name__}: {error}"[:300]}
+
     # With one key the softmax is constant: its gradients are zero except for rounding.
     compared = errors if t > 1 else errors[:1]
     ok = all(close for close, _ in compared)
@@ -260,8 +260,8 @@ def check(bench: Bench) -> bool:
     """Compare results and all gradients of the fused kernels with the reference in float64."""
     cases = itertools.product(
         [bench.device],
-        [torch.float16] if bench.dry else list(TOLERANCES),
-        [(16, 20, 40, None)] if bench.dry else CHECKS,
+        bench.sized(list(TOLERANCES), [torch.float16]),
+        bench.sized(CHECKS, [(16, 20, 40, None)]),
         ("none", "kerple_log", "kerple_power__ap", "kerple_bias_wht", "rpe"),
     )
     passed = True
@@ -315,11 +315,9 @@ def tune(bench: Bench) -> None:
     }
 
     # Float32 has one other choice: the precision of its products.
-    length = 128 if bench.dry else 4096
+    length, batch = bench.sized((4096, 8), (128, 1))
     candidates = ((half_dtype(bench), half_candidates), (torch.float32, {"precision": ["tf32x3"]}))
     for name, (dtype, slots) in itertools.product(("kerple_log", "kerple_bias_wht"), candidates):
-        batch = 1 if bench.dry else 8
-
         # The default arguments bind the values of this iteration.
         query, key, value, upstream = random_states(
             batch, HEADS, length, length, SIZE, dtype=dtype, device=bench.device
@@ -337,17 +335,18 @@ def tune(bench: Bench) -> None:
             method=method, tensors=(query, key, value, upstream), dtype=dtype
         ) -> list[float]:
             *states, grad = (tensor[:1] for tensor in tensors)
-            return [
-                error for _, error in table_errors(method, states, grad, None, TOLERANCES[dtype])
-            ]
+            compared = table_errors(method, states, grad, None, TOLERANCES[dtype])
+            return [error for _, error in compared]
 
         # Replace one field of the tiles, and measure.
         for slot, tiles in {"default": [None], **slots}.items():
-            for tile in tiles[: 1 if bench.dry else None]:
+            for tile in bench.sized(tiles, tiles[:1]):
 
                 def changed_tiles(*args, slot=slot, tile=tile, **options):
                     tiles = tiles_for(*args, **options)
-                    return tiles if tile is None else type(tiles)(**{**vars(tiles), slot: tile})
+                    if tile is None:
+                        return tiles
+                    return type(tiles)(**{**vars(tiles), slot: tile})
 
                 def measure(forward=forward, both=forward_backward, errors=errors) -> Row:
                     forward_ms = bench.measure(torch.no_grad()(forward))[0] * 1e3
@@ -376,7 +375,7 @@ def main() -> int:
     lengths = QUICK_LENGTHS if bench.options.quick else LENGTHS
     baselines: dict[tuple[int, str], float] = {}
     for flex in (False, True):
-        for length in (32,) if bench.dry else lengths:
+        for length in bench.sized(lengths, (32,)):
             measure_length(bench, length, baselines, flex=flex)
     return 0
 
@@ -388,7 +387,7 @@ def measure_length(
     pass) -> seconds.
     """
     # The same number of tokens at every length, up to a limit.
-    batch = 1 if bench.dry else min(32, max(1, 65_536 // length))
+    batch = bench.sized(min(32, max(1, 65_536 // length)), 1)
     query, key, value, upstream = random_states(
         batch, HEADS, length, length, SIZE, dtype=half_dtype(bench), device=bench.device
     )
@@ -400,7 +399,8 @@ def measure_length(
         # The default arguments bind the values of this iteration.
         def forward_backward(forward=forward, leaves=leaves) -> None:
             result = forward()
-            torch.autograd.grad(result, leaves, upstream if result.dim() else None)
+            gradient = upstream if result.dim() else None  # of a scalar: 1
+            torch.autograd.grad(result, leaves, gradient)
 
         # Backward passes have 2.5 times the operations of forward passes.
         passes = (
@@ -413,14 +413,16 @@ def measure_length(
                 seconds, peak = bench.measure(run)
                 if name == "fused, none":
                     baselines[length, kind] = seconds
-                baseline = baselines.get((length, kind))
+                tflops = ratio = None
+                if not name.startswith("tables"):
+                    tflops = factor * flops / seconds / 1e12
+                if (length, kind) in baselines:
+                    ratio = seconds / baselines[length, kind]
                 return {
                     "ms": seconds * 1e3,
-                    "tflops": None
-                    if name.startswith("tables")
-                    else factor * flops / seconds / 1e12,
+                    "tflops": tflops,
                     "peak_mib": peak / 2**20,
-                    "ratio_to_fused_none": None if baseline is None else seconds / baseline,
+                    "ratio_to_fused_none": ratio,
                 }
 
             bench.attempt({"length": length, "batch": batch, "pass": kind, "name": name}, measure)

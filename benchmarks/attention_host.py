@@ -39,18 +39,17 @@ CALLS = 100  # per measurement
 
 def alternatives(method_name: str) -> dict[str, Callable[[], object]]:
     """Name -> CALLS forward and backward passes."""
+    # The tables of the method, and what a backward pass differentiates by.
     method = build(method_name, ModelShape(HEADS, SIZE, HEADS * SIZE, 1, LENGTH))
     attention = Attention(method, "fused")
     query, key, value = (torch.randn(1, HEADS, LENGTH, SIZE, requires_grad=True) for _ in range(3))
     upstream = torch.randn(1, HEADS, LENGTH, SIZE)
     tables = position_tables(method, LENGTH, "cpu", with_jacobians=True)
     shared = prepare_tables(tables, HEADS, LENGTH, "cpu")
-    jacobians = [
-        jacobian
-        for jacobian in (tables.bias_jacobian, tables.weight_jacobian)
-        if jacobian is not None
-    ]
-    leaves = [query, key, value, *(jacobian.coefficients for jacobian in jacobians)]
+    leaves = [query, key, value]
+    for jacobian in (tables.bias_jacobian, tables.weight_jacobian):
+        if jacobian is not None:
+            leaves.append(jacobian.coefficients)
 
     def repeat(run: Callable[[], Tensor], inputs: list[Tensor]) -> None:
         for _ in range(CALLS):

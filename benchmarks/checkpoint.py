@@ -135,7 +135,7 @@ def measure(folder: Path, options: argparse.Namespace, clock: Callable[[], float
         )
     if options.json:
         write_json(options.json, tables)
-    return 0 if all(timing.passed for timings in tables.values() for timing in timings) else 1
+    return int(not all(timing.passed for timings in tables.values() for timing in timings))
 
 
 if __name__ == "__main__":

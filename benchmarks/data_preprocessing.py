@@ -89,9 +89,7 @@ def gpt2_files() -> TokenizerFiles:
 
 
 def write_shards(folder: Path, size: int, count: int = 4) -> list[Path]:
-    """Write `count` shards with about `size` bytes of text in total. Texts repeat with different
-    first lines.
-    """
+    """Write shards with about `size` bytes of text. Texts repeat with different first lines."""
     texts = StdlibCorpus().tokenizer_texts()
     paths = []
     number = 0
@@ -117,9 +115,7 @@ def read_texts(paths: list[Path]) -> list[str]:
 
 
 def time_library(paths: list[Path], tokenizer: TokenizerFiles, ready, go, results) -> None:
-    """Time the library's batch call on texts in memory, in one single-threaded process like the
-    workers.
-    """
+    """Time the library's batch call on texts in memory, in a single-threaded process."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     built = tokenizer.build()
     assert isinstance(built, GPT2BPETokenizer)
@@ -139,9 +135,8 @@ def time_library(paths: list[Path], tokenizer: TokenizerFiles, ready, go, result
     for batch in batches:
         _ = [encoding.ids for encoding in library.encode_batch_fast(batch)]
     seconds = time.perf_counter() - started
-    results.put(
-        (sum(len(text.encode()) for text in texts), seconds, time.process_time() - cpu_started)
-    )
+    cpu_seconds = time.process_time() - cpu_started
+    results.put((sum(len(text.encode()) for text in texts), seconds, cpu_seconds))
 
 
 def library_rate(
@@ -150,13 +145,13 @@ def library_rate(
     """Return the MB/s of `processes` processes together, and CPU seconds per MB."""
     context = multiprocessing.get_context("spawn")
     ready, go, results = context.Semaphore(0), context.Event(), context.Queue()
-    shares = [shards[number::processes] for number in range(processes)]
-    running = [
-        context.Process(target=time_library, args=(share, tokenizer, ready, go, results))
-        for share in shares
-    ]
-    for process in running:
-        process.start()
+    running = []
+    for number in range(processes):
+        arguments = (shards[number::processes], tokenizer, ready, go, results)
+        running.append(context.Process(target=time_library, args=arguments))
+        running[-1].start()
+
+    # All start to tokenize at once, when they have started.
     for _ in running:
         ready.acquire()
     go.set()
@@ -171,14 +166,12 @@ def library_rate(
 def pipeline_rate(
     shards: list[Path], output: Path, tokenizer: TokenizerFiles, workers: int
 ) -> tuple[float, float]:
-    """Return MB/s of text, and CPU seconds per MB of all processes. Both exclude the start of the
-    processes.
-    """
+    """MB/s of text, and CPU seconds per MB of all processes, both without their start."""
+    # Measure from the first result on, when all workers run.
     source = _TimedCorpus(find_files(shards), workers)
     finished_children = sum(os.times()[2:4])
-    manifest = preprocess(
-        source, output, tokenizer, DocumentOptions(append_eod=True), workers=workers
-    )["text"]
+    options = DocumentOptions(append_eod=True)
+    manifest = preprocess(source, output, tokenizer, options, workers=workers)["text"]
     seconds = time.perf_counter() - source.started
     cpu_seconds = sum(os.times()[:4]) - finished_children - source.cpu_seconds
     assert manifest.text_bytes is not None
@@ -197,7 +190,9 @@ class _TimedCorpus(FileCorpus):
 
     def __init__(self, files: Sequence[InputFile], workers: int):
         super().__init__(files)
-        self._in_flight = ITEMS_IN_FLIGHT_PER_WORKER * workers if workers > 1 else 1
+        self._in_flight = 1
+        if workers > 1:
+            self._in_flight = ITEMS_IN_FLIGHT_PER_WORKER * workers
         self.started = self.cpu_seconds = 0.0
         self.bytes = self.first_bytes = 0
 
@@ -208,10 +203,10 @@ class _TimedCorpus(FileCorpus):
             yield chunk
             if number == self._in_flight:
                 self.started = time.perf_counter()
-                children = psutil.Process().children(recursive=True)
-                self.cpu_seconds = sum(sum(child.cpu_times()[:2]) for child in children) + sum(
-                    os.times()[:2]
-                )
+                times = [os.times()[:2]]
+                for child in psutil.Process().children(recursive=True):
+                    times.append(child.cpu_times()[:2])
+                self.cpu_seconds = sum(map(sum, times))
 
 
 def measure_speed(
@@ -224,9 +219,8 @@ def measure_speed(
         parallel.append(library_rate(shards, tokenizer, workers))
         pipeline.append(pipeline_rate(shards, output, tokenizer, workers))
     library, library_parallel, pipeline_mb = max(single)[0], max(parallel)[0], max(pipeline)[0]
-    library_cpu, pipeline_cpu = (
-        min(cpu_seconds for _, cpu_seconds in runs) for runs in (parallel, pipeline)
-    )
+    library_cpu = min(cpu_seconds for _, cpu_seconds in parallel)
+    pipeline_cpu = min(cpu_seconds for _, cpu_seconds in pipeline)
     return {
         "workers": workers,
         "library_mb_per_s": library,
@@ -245,7 +239,8 @@ def show(results: dict) -> None:
     table.add_column()
     table.add_column(justify="right")
     for name, value in results.items():
-        table.add_row(name.replace("_", " "), f"{value:,.3g}" if value < 10 else f"{value:,.0f}")
+        text = f"{value:,.3g}" if value < 10 else f"{value:,.0f}"
+        table.add_row(name.replace("_", " "), text)
     Console().print(table)
 
 

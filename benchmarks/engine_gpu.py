@@ -19,6 +19,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.support.gpu import Bench
 
 DRY_RUN = [
+    "distributed-backend=gloo",
+    "seq-length=16",
+    "max-position-embeddings=16",
     "train_micro_batch_size_per_gpu=2",
     "num-layers=1",
     "hidden-size=32",
@@ -32,21 +35,24 @@ def train_steps(dry: bool) -> dict[str, object]:
     from megatron.training.distributed import initialize
     from megatron.training.engine import build_engine
 
-    overrides = (
-        ["distributed-backend=gloo", "seq-length=16", "max-position-embeddings=16", *DRY_RUN]
-        if dry
-        else []
-    )
+    # The recipe, or a small model on a CPU.
+    overrides, vocabulary = [], 50_257
+    if dry:
+        overrides, vocabulary = DRY_RUN, 96
     config = load_config(["small_bf16.yml", "pos_emb/kerple_log.yml"], Path("configs"), overrides)
     layout = initialize(config)
-    engine = build_engine(config, 96 if dry else 50_257, layout, print)
+    engine = build_engine(config, vocabulary, layout, print)
+
+    # A batch as the data loader gives it, for all steps.
     shape = (engine.micro_batch, config.model.seq_length + 1)
     text = torch.randint(96, shape, generator=torch.Generator().manual_seed(0))
     batch = {"tokens": text[:, :-1].contiguous(), "labels": text[:, 1:].contiguous()}
-    if not dry:  # as the data loader does
+    if not dry:
         batch = {name: tensor.pin_memory() for name, tensor in batch.items()}
     for iteration in range(2):
         engine.train_step(itertools.repeat(batch), 1e-4, iteration)
+
+    # In the third step, a wait for the device is an error.
     if not dry:
         torch.cuda.synchronize()
         torch.cuda.set_sync_debug_mode("error")
@@ -63,9 +69,8 @@ def train_steps(dry: bool) -> dict[str, object]:
 
 def main() -> int:
     bench = Bench(__doc__, "engine_gpu.json")
-    row = bench.attempt(
-        {"engine": "third step without a host synchronization"}, lambda: train_steps(bench.dry)
-    )
+    title: dict[str, object] = {"engine": "third step without a host synchronization"}
+    row = bench.attempt(title, lambda: train_steps(bench.dry))
     return int(row is None or "failed" in row)
 
 

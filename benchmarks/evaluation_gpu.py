@@ -74,11 +74,12 @@ def main() -> int:
     if bench.options.check and not check(bench):
         return 1
     dispatch.BACKENDS[MATERIALIZED.name] = MATERIALIZED
-    for pos_emb, backend in CASES[: 2 if bench.dry else None]:
-        model = initialized_gpt(model_settings(pos_emb, backend, bench.dry)).to(bench.device).eval()
+    for pos_emb, backend in bench.sized(CASES, CASES[:2]):
+        model = initialized_gpt(model_settings(pos_emb, backend, bench.dry))
+        model = model.to(bench.device).eval()
         if not bench.dry:
             model.bfloat16()
-        for length in (16, 32) if bench.dry else LENGTHS:
+        for length in bench.sized(LENGTHS, (16, 32)):
             torch.manual_seed(0)
             text = torch.randint(90, (1, length + 1)).to(bench.device)
 

@@ -41,7 +41,8 @@ def resident_bytes() -> int:
 def measure(length: int, threads: int, pos_emb: str, layers: int | None) -> dict[str, float]:
     """Evaluate one segment in this process; returns the additional bytes and the seconds."""
     torch.set_num_threads(threads)
-    model = bench_model(pos_emb, layers or (LAYERS_WHEN_LONG if length >= LONG else LAYERS)).eval()
+    default = LAYERS_WHEN_LONG if length >= LONG else LAYERS
+    model = bench_model(pos_emb, layers or default).eval()
     tokens = torch.randint(0, VOCABULARY, (length + 1,), generator=torch.Generator().manual_seed(1))
     before = resident_bytes()
     start = time.perf_counter()
@@ -99,7 +100,7 @@ def main() -> int:
         options.json.write_text(
             json.dumps({"evaluation": measurements, "limit_bytes": LIMIT}, indent=1) + "\n"
         )
-    return 0 if all(measured["bytes"] <= LIMIT for measured in measurements) else 1
+    return int(any(measured["bytes"] > LIMIT for measured in measurements))
 
 
 if __name__ == "__main__":

@@ -171,15 +171,17 @@ def compiled(kernel, tile: Tile, case: Case):
             signature[name] = "constexpr"
         elif name in ("documents", "tile_counts"):
             signature[name] = "*i32"
-        elif name in STATES | FLOAT32:
-            signature[name] = f"*{case.dtype}" if name in STATES else "*fp32"
+        elif name in STATES:
+            signature[name] = f"*{case.dtype}"
+        elif name in FLOAT32:
+            signature[name] = "*fp32"
         elif name == "group" and not case.grouped:
-            signature[name], constants[name] = (
-                "constexpr",
-                1,
-            )  # as Triton does for an argument that is 1
+            # As Triton does for an argument that is 1.
+            signature[name], constants[name] = "constexpr", 1
+        elif name.startswith("scale"):
+            signature[name] = "fp32"
         else:
-            signature[name] = "fp32" if name.startswith("scale") else "i32"
+            signature[name] = "i32"
         if aligned:
             attributes[(index,)] = [["tt.divisibility", 16]]
 
@@ -196,15 +198,12 @@ def disassembled(cubin: bytes) -> tuple[list[str], int, int]:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kernel.cubin"
         path.write_bytes(cubin)
-        commands = (
-            [f"{tools}/nvdisasm", "-c", str(path)],
-            [f"{tools}/cuobjdump", "-res-usage", str(path)],
-        )
-        runs = (
-            subprocess.run(command, capture_output=True, text=True, check=True)
-            for command in commands
-        )
-        code, usage = (run.stdout for run in runs)
+        outputs = []
+        for tool, option in (("nvdisasm", "-c"), ("cuobjdump", "-res-usage")):
+            command = [f"{tools}/{tool}", option, str(path)]
+            run = subprocess.run(command, capture_output=True, text=True, check=True)
+            outputs.append(run.stdout)
+    code, usage = outputs
     registers, stack = re.findall(r"REG:(\d+) STACK:(\d+)", usage)[0]
     return code.splitlines(), int(registers), int(stack)
 
@@ -214,9 +213,7 @@ def opcode(instruction: str) -> str:
 
 
 def inner_loop(lines: list[str], matrix: set[str]) -> list[str]:
-    """The instructions of the loop with the most matrix products, without those that unmasked tiles
-    jump over.
-    """
+    """The loop with the most matrix products, without what unmasked tiles jump over."""
     labels: dict[str, int] = {}
     instructions: list[str] = []
     for line in lines:
@@ -270,9 +267,7 @@ def is_serialized(opcodes: list[str], matrices: int) -> bool:
 
 
 def count(kernel, tile: Tile, case: Case, matrices: int) -> dict[str, object]:
-    """Part of a row of the table. matrices: the number of matrix products that the kernel computes
-    for each pair.
-    """
+    """Part of a row of the table. matrices: number of matrix products for each pair."""
     binary = compiled(kernel, tile, case)
     lines, registers, stack = disassembled(binary.asm["cubin"])
     products = {"FFMA", "FFMA2"} if case.dtype == "fp32" else MATRIX
@@ -326,15 +321,14 @@ def rows(cases: Iterable[tuple[str, Case]]) -> Iterator[dict[str, object]]:
 
 def problems(row: dict[str, Any]) -> list[str]:
     """What `--check` rejects about a row."""
+    # Spills outside the loop cost little; some kernels are known to spill more.
     limit = MAX_STACK if row["spills in loop"] else MAX_STACK_OUTSIDE_LOOP
     if row["kernel"] == "tables" or (row["grouped"] and row["kernel"] == "key and value"):
         limit = MAX_STACK_TABLES
         if (row["variant"], row["dtype"], row["size"]) == ("decay", "fp32", 128):
             limit = MAX_STACK_FLOAT32_DECAY
     available = ARCHITECTURES[row["arch"]][0]
-    stack, shared, kib, columns = (
-        row[key] for key in ("stack", "shared", "limit", "tensor memory")
-    )
+    stack, shared, kib, columns = row["stack"], row["shared"], row["limit"], row["tensor memory"]
     rejected = {
         f"spills {stack} bytes per thread, more than {limit}": stack > limit,
         "serializes its matrix products": row["serialized"],
@@ -371,21 +365,15 @@ def main() -> int:
 
     # Compile all combinations.
     cases = []
-    for arch, dtype, size, name in itertools.product(
-        options.arch, options.dtypes, options.sizes, options.variants
-    ):
-        case = Case(
-            arch, dtype, size, options.window, options.grouped, *VARIANTS[name], options.documents
-        )
-        cases.append((name, case))
+    kinds = itertools.product(options.arch, options.dtypes, options.sizes, options.variants)
+    for arch, dtype, size, name in kinds:
+        flags = options.window, options.grouped, *VARIANTS[name], options.documents
+        cases.append((name, Case(arch, dtype, size, *flags)))
     results = list(rows(cases))
 
     # Settings that all rows share are in the title.
-    shared = [
-        key
-        for key in ("arch", "dtype", "window", "grouped")
-        if len({row[key] for row in results}) == 1
-    ]
+    keys = ("arch", "dtype", "window", "grouped")
+    shared = [key for key in keys if len({row[key] for row in results}) == 1]
     settings = ", ".join(f"{key} {results[0][key]}" for key in shared)
     columns = [key for key in results[0] if key not in (*shared, "limit")]
     title = f"for {PAIRS:,} pairs, {settings}, Triton {triton.__version__}"
@@ -394,10 +382,12 @@ def main() -> int:
     table = Table(*columns, title=title, title_justify="left")
     for row in results:
         texts = []
-        for value in (row[key] for key in columns):
-            texts.append(f"{value:,}" if type(value) is int else str(value))
+        for key in columns:
+            text = f"{row[key]:,}" if type(row[key]) is int else str(row[key])
+            texts.append(text)
         table.add_row(*texts)
-    Console(width=None if sys.stdout.isatty() else 220).print(table)
+    width = None if sys.stdout.isatty() else 220
+    Console(width=width).print(table)
     if options.json:
         write_atomically(options.json, json.dumps(results, indent=1).encode())
 
@@ -408,7 +398,7 @@ def main() -> int:
             f"sm_{row['arch']}, {row['dtype']}, head size {row['size']}, {row['variant']}: "
             f"{row['kernel']} {message}"
         )
-    return 1 if options.check and found else 0
+    return int(options.check and bool(found))
 
 
 if __name__ == "__main__":

@@ -29,7 +29,9 @@ def main() -> int:
     )
     options = parser.parse_args()
     threads = f"--threads={options.threads}"
-    timed = [threads, f"--rounds={options.rounds}", *(["--busy"] if options.busy else [])]
+    timed = [threads, f"--rounds={options.rounds}"]
+    if options.busy:
+        timed.append("--busy")
     benchmarks = {
         "train_step": [*timed, "--json"],
         "attention_cpu": [*timed, "--json"],
@@ -43,7 +45,7 @@ def main() -> int:
         command = [sys.executable, f"{HERE}/{name}.py", *arguments, f"{OUTPUT}/{name}.json"]
         failed |= subprocess.run(command, check=False).returncode != 0
     print(f"results: {OUTPUT}/*.json")
-    return 1 if failed else 0
+    return int(failed)
 
 
 if __name__ == "__main__":

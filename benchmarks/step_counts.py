@@ -129,9 +129,8 @@ class StepCounter(SimulatedCuda):
                 result = function(*arguments, **options)
             finally:
                 self._parts.pop()
-            nodes: list[Any] = [
-                leaf.grad_fn for leaf in tree_leaves(result) if isinstance(leaf, Tensor)
-            ]
+            leaves = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+            nodes: list[Any] = [leaf.grad_fn for leaf in leaves]
             while nodes:
                 node = nodes.pop()
                 if node is not None and "part" not in node.metadata:
@@ -163,10 +162,9 @@ def count_step(files: list[str], *overrides: str) -> dict[str, Any]:
         training.third_step()
         engine = training.engine
         parameters = count_parameters(engine.layers(), engine.settings)
-        tokens = engine.global_batch * engine.seq_length
-        model_flops = tokens * flops_per_token(
-            parameters["outside_embedding"], engine.config.model, engine.seq_length
-        )
+        outside, length = parameters["outside_embedding"], engine.seq_length
+        of_token = flops_per_token(outside, engine.config.model, length)
+        model_flops = engine.global_batch * length * of_token
 
     # Sums by part of the step, and by kernel. Matrix products count as arithmetic, not traffic.
     launches = device.launches
@@ -180,21 +178,18 @@ def count_step(files: list[str], *overrides: str) -> dict[str, Any]:
         totals[:] = (total + value for total, value in zip(totals, cost, strict=True))
 
     # The MFU if every kernel took as long as its arithmetic or its traffic.
-    bounds = {}
+    bounds: dict[str, list[float]] = {}
     for name, bandwidth in BANDWIDTHS.items():
-        peak = PEAK_FLOPS[name]
-        seconds = [
-            step_seconds(launches, peak * flops, bandwidth * memory)
-            for flops, memory in EFFICIENCIES
-        ]
-        bounds[name] = [model_flops / peak / step for step in seconds]
+        peak, bounds[name] = PEAK_FLOPS[name], []
+        for flops, memory in EFFICIENCIES:
+            seconds = step_seconds(launches, peak * flops, bandwidth * memory)
+            bounds[name].append(model_flops / peak / seconds)
 
     # Kernels with the most traffic first.
     by_kernel = []
+    columns = ("part", "name", "launches", "bytes", "flops")
     for key, totals in sorted(details.items(), key=lambda item: -item[1][1]):
-        by_kernel.append(
-            dict(zip(("part", "name", "launches", "bytes", "flops"), (*key, *totals), strict=True))
-        )
+        by_kernel.append(dict(zip(columns, (*key, *totals), strict=True)))
 
     # All counts, as `--json` writes them.
     return {
@@ -224,9 +219,7 @@ def with_totals(values: Counter[str]) -> dict[str, int]:
 
 
 def step_seconds(launches: list[Launch], flops: float, bandwidth: float) -> float:
-    """Seconds of a step on a GPU with these rates in FLOP/s and bytes/s, one kernel after the
-    other.
-    """
+    """Seconds of a step at these rates in FLOP/s and bytes/s, one kernel after the other."""
     return sum(max(launch.cost.flops / flops, launch.cost.bytes / bandwidth) for launch in launches)
 
 
@@ -289,7 +282,8 @@ def main() -> None:
         os.execve(sys.executable, [sys.executable, *sys.argv], environment())
     from tests.support.simulated_cuda.training import process_group
 
-    console = Console(width=None if sys.stdout.isatty() else 140)
+    width = None if sys.stdout.isatty() else 140
+    console = Console(width=width)
 
     # Per layer: the difference between three layers and two.
     if options.per_layer:
@@ -298,14 +292,12 @@ def main() -> None:
             f"{recipe}, torch {torch.__version__}: per layer, forward and backward pass; counted, "
             "not measured"
         )
-        table = Table(
-            "", "kernel launches", "GB outside matmuls", title=title, title_justify="left"
-        )
+        headers = ("", "kernel launches", "GB outside matmuls")
+        table = Table(*headers, title=title, title_justify="left")
+        overrides = (*RECIPES.get(recipe, ()), *options.set)
         with process_group():
             for method in options.per_layer:
-                table.add_row(
-                    method, *layer_row(recipe, method, *RECIPES.get(recipe, ()), *options.set)
-                )
+                table.add_row(method, *layer_row(recipe, method, *overrides))
         console.print(table)
         return
 
@@ -323,18 +315,15 @@ def main() -> None:
     console.print(table)
 
     # Kernels, and the file.
-    for recipe in options.recipe if options.names else ():
-        table = Table(
-            "part", "kernel", "launches", "GB", "TFLOPs", title=recipe, title_justify="left"
-        )
-        for row in results[recipe]["details"]:
-            numbers = (
-                f"{row['launches']:,}",
-                f"{row['bytes'] / 1e9:.2f}",
-                f"{row['flops'] / 1e12:.2f}",
-            )
-            table.add_row(row["part"], row["name"], *numbers)
-        console.print(table)
+    if options.names:
+        for recipe in options.recipe:
+            numbers = ("launches", "GB", "TFLOPs")
+            table = Table("part", "kernel", *numbers, title=recipe, title_justify="left")
+            for row in results[recipe]["details"]:
+                traffic, flops = f"{row['bytes'] / 1e9:.2f}", f"{row['flops'] / 1e12:.2f}"
+                launches = f"{row['launches']:,}"
+                table.add_row(row["part"], row["name"], launches, traffic, flops)
+            console.print(table)
     if options.json:
         options.json.parent.mkdir(parents=True, exist_ok=True)
         options.json.write_text(json.dumps(results, indent=1) + "\n")

@@ -81,9 +81,8 @@ def plain_decoder_table(rounds: int, clock: Callable[[], float]) -> dict[str, li
     """Measure the plain decoder and all methods, print the table, and return it by title."""
     tokens, labels = batch()
     plain = PlainDecoder(VOCABULARY, LAYERS, HIDDEN, HEADS)
-    steps = {
-        PLAIN: training_step(plain.loss, [{"params": list(plain.parameters())}], tokens, labels)
-    }
+    group = {"params": list(plain.parameters())}
+    steps = {PLAIN: training_step(plain.loss, [group], tokens, labels)}
     for name in LIMITS:
         model = bench_model(name)
         steps[name] = training_step(model.loss, parameter_groups(model, 0.0), tokens, labels)
@@ -97,14 +96,13 @@ def plain_decoder_table(rounds: int, clock: Callable[[], float]) -> dict[str, li
 
 
 def original_tables(rounds: int, clock: Callable[[], float]) -> dict[str, list[Timing]]:
-    """Measure the steps from the original's computation to this project's; print and return the
-    tables by title.
-    """
+    """Measure the steps from the original's computation to ours; print and return the tables."""
     dispatch.BACKENDS[MATERIALIZED.name] = MATERIALIZED
     results = {}
     for length in (LENGTH, 4 * LENGTH):
         tokens, labels = batch(BATCH * LENGTH // length, length)
         for pos_emb in ORIGINAL_METHODS:
+            # Each model has one step more towards this project's.
             models = {
                 AS_ORIGINAL: use_original_attention(bench_model(pos_emb, checkpoint_every=1)),
                 "without recomputation": use_original_attention(bench_model(pos_emb)),
@@ -112,17 +110,18 @@ def original_tables(rounds: int, clock: Callable[[], float]) -> dict[str, list[T
                 "with chunked attention": bench_model(pos_emb),
                 THIS_PROJECT: bench_model(pos_emb),
             }
-            losses: dict[str, Loss] = {
-                name: partial(materialized_loss, model) for name, model in models.items()
-            }
+            losses: dict[str, Loss] = {}
+            for name, model in models.items():
+                losses[name] = partial(materialized_loss, model)
             losses[THIS_PROJECT] = models[THIS_PROJECT].loss
+
+            # All compute the same loss.
             values = torch.stack([loss(tokens, labels).detach() for loss in losses.values()])
             torch.testing.assert_close(values, values[-1:].expand_as(values), rtol=1e-5, atol=0)
             steps = {}
             for name, model in models.items():
-                steps[name] = training_step(
-                    losses[name], parameter_groups(model, 0.0), tokens, labels
-                )
+                groups = parameter_groups(model, 0.0)
+                steps[name] = training_step(losses[name], groups, tokens, labels)
             title = (
                 f"training step with {pos_emb}, length {length}, batch size {len(tokens)}, other "
                 "sizes as above"
@@ -141,7 +140,7 @@ def main() -> int:
     tables = plain_decoder_table(options.rounds, clock) | original_tables(options.rounds, clock)
     if options.json:
         write_json(options.json, tables)
-    return 0 if all(timing.passed for timings in tables.values() for timing in timings) else 1
+    return int(not all(timing.passed for timings in tables.values() for timing in timings))
 
 
 if __name__ == "__main__":

@@ -47,12 +47,11 @@ COMPARED = ("kerple_log", "kerple_bias_wht")
 
 
 def model_settings(pos_emb: str, backend: str, dry: bool) -> ModelSettings:
-    layers, hidden, heads, vocabulary, length = (
-        (1, 32, 2, 96, 16) if dry else (12, 768, 12, 50_304, 512)
-    )
-    config: Any = PlainConfig(
-        layers, hidden, heads, length, pos_emb=pos_emb, attention_backend=backend
-    )
+    # Layers, hidden size, heads, length.
+    sizes, vocabulary = (12, 768, 12, 512), 50_304
+    if dry:
+        sizes, vocabulary = (1, 32, 2, 16), 96
+    config: Any = PlainConfig(*sizes, pos_emb=pos_emb, attention_backend=backend)
     return ModelSettings(config, vocabulary)
 
 
@@ -63,15 +62,15 @@ def training_step(
     with the GPU.
     """
     model.bfloat16()
-    weights: list[Tensor] = [
-        parameter for parameter in model.parameters() if parameter.requires_grad
-    ]
+    weights: list[Tensor] = [each for each in model.parameters() if each.requires_grad]
     masters = [weight.detach().float() for weight in weights]
     optimizer = torch.optim.AdamW(masters, lr=6e-4, weight_decay=0.0, fused=True)
 
     def step() -> Tensor:
         value = model.loss(tokens, labels)
         value.backward()
+
+        # Clip the gradients, in float32.
         gradients = [weight.grad.float() for weight in weights if weight.grad is not None]
         norm = torch.nn.utils.get_total_norm(gradients)
         torch._foreach_mul_(gradients, (1.0 / (norm + 1e-6)).clamp(max=1.0))
@@ -94,22 +93,20 @@ def check(bench: Bench) -> bool:
     for pos_emb in ("kerple_log", "kerple_bias_wht", "rpe"):
         gradients = []
         for backend, dtype in (("fused", torch.float32), ("reference", torch.float64)):
+            # The same weights and text for both.
             settings = model_settings(pos_emb, backend, dry=True)
             model = initialized_gpt(settings).to(bench.device, dtype)
             torch.manual_seed(0)
             text = torch.randint(settings.padded_vocab_size, (2, 17)).to(bench.device)
             value = model.loss(text[:, :-1], text[:, 1:].contiguous())
             gradients.append(torch.autograd.grad(value, list(model.parameters())))
-        results = [
-            close_enough(actual, exact.double(), 1e-3)
-            for actual, exact in zip(*gradients, strict=True)
-        ]
-        passed = all(close for close, _ in results)
+        passed, errors = True, []
+        for actual, exact in zip(*gradients, strict=True):
+            close, error = close_enough(actual, exact.double(), 1e-3)
+            passed &= close
+            errors.append(error)
         all_passed &= passed
-        bench.attempt(
-            {"check": pos_emb, "ok": passed, "largest_error": max(error for _, error in results)},
-            dict,
-        )
+        bench.attempt({"check": pos_emb, "ok": passed, "largest_error": max(errors)}, dict)
     return bench.record_check(all_passed)
 
 
@@ -121,24 +118,25 @@ def main() -> int:
     dispatch.BACKENDS[MATERIALIZED.name] = MATERIALIZED
 
     # Each method, then another way to compute a few of them.
-    quick = bench.options.quick
-    methods = QUICK_METHODS if quick else METHODS
-    cases = [("plain GPT", None), *((method, "auto") for method in methods)]
-    cases += [] if quick else [(method, "materialized") for method in COMPARED]
+    cases: list[tuple[str, str | None]] = [("plain GPT", None)]
+    if bench.options.quick:
+        cases += [(method, "auto") for method in QUICK_METHODS]
+    else:
+        cases += [(method, "auto") for method in METHODS]
+        cases += [(method, "materialized") for method in COMPARED]
     baseline: dict[str, float] = {}
     if bench.dry:
         cases = cases[:3]
+    batch = bench.sized(32, 2)
 
     # The plain GPT comes first, as the others are compared with it.
     for name, backend in cases:
-        attention = backend if backend == "materialized" else "auto"
-        settings = model_settings("none" if backend is None else name, attention, bench.dry)
-        batch = 2 if bench.dry else 32
+        settings = model_settings(name, backend or "auto", bench.dry)
+        if backend is None:
+            settings = model_settings("none", "auto", bench.dry)
 
         # The default arguments bind the values of this iteration.
-        def measure(
-            settings=settings, name=name, backend=backend, batch=batch
-        ) -> dict[str, object]:
+        def measure(settings=settings, name=name, backend=backend) -> dict[str, object]:
             # The same text for all cases.
             torch.manual_seed(1234)
             config = settings.config
@@ -154,34 +152,34 @@ def main() -> int:
             # The model, and its parameters outside of the embedding, which count as arithmetic.
             if backend is None:
                 model: GPT | PlainDecoder = PlainDecoder(*sizes).to(bench.device)
-                named = model.named_parameters()
-                outside = sum(
-                    parameter.numel()
-                    for name, parameter in named
-                    if not name.startswith("embedding")
-                )
+                counts = {name: each.numel() for name, each in model.named_parameters()}
+                outside = sum(counts.values()) - counts["embedding.weight"]
             else:
                 model = initialized_gpt(settings).to(bench.device)
                 outside = count_parameters(model.layers(), settings)["outside_embedding"]
 
             # Steps with the optimizer, for about three seconds.
-            seconds, _ = bench.measure(
-                training_step(model, text[:, :-1].contiguous(), text[:, 1:].contiguous()), seconds=3
-            )
+            step = training_step(model, text[:, :-1].contiguous(), text[:, 1:].contiguous())
+            seconds, _ = bench.measure(step, seconds=3)
             per_second = batch * length / seconds
-            peak = peak_flops(bench.device)
             if backend is None:
                 baseline["plain"] = seconds
 
             # Rates, and memory with the optimizer states.
+            mfu = peak_gib = ratio = None
+            peak = peak_flops(bench.device)
+            if peak is not None:
+                mfu = per_second * flops_per_token(outside, config, length) / peak
+            if not bench.dry:
+                peak_gib = torch.cuda.max_memory_allocated() / 2**30
+            if baseline:
+                ratio = seconds / baseline["plain"]
             return {
                 "seconds_per_step": seconds,
                 "tokens_per_second": per_second,
-                "mfu": None
-                if peak is None
-                else per_second * flops_per_token(outside, config, length) / peak,
-                "peak_gib": None if bench.dry else torch.cuda.max_memory_allocated() / 2**30,
-                "ratio_to_plain": seconds / baseline["plain"] if baseline else None,
+                "mfu": mfu,
+                "peak_gib": peak_gib,
+                "ratio_to_plain": ratio,
             }
 
         # A failed case does not end the benchmark.

@@ -16,7 +16,7 @@ from scipy.stats import t as t_distribution
 
 from megatron.evaluation.statistics import standard_error
 from megatron.reporting.aggregate import AnyRecord, Method, measurements
-from megatron.reporting.formatting import NOT_MEASURED
+from megatron.reporting.formatting import NOT_MEASURED, format_length
 from megatron.reporting.published import corpus_name, corpus_sort_key, display_name, load_published
 from megatron.reporting.tables import Cell, Row, Table
 from megatron.utils.errors import UserError
@@ -26,10 +26,8 @@ BASELINES = ("alibi", "rpe", "kerple_power_ap_", "rotary", "sinusoidal")
 BEYOND = (4, 8, 16, 32)  # multiples of the training length: those of the paper, without 2
 MARGIN = 0.02  # nats per token
 PAPER_CORPORA = {"debian_c": "github", "debian_prose": "openwebtext2", "debian_latex": "arxiv"}
-IN_CONTEXT = (
-    8,
-    32,
-)  # the positions with little context, see megatron.training.validation.in_context_score
+# The positions with little context, see megatron.training.validation.in_context_score.
+IN_CONTEXT = (8, 32)
 
 
 @dataclass(frozen=True)
@@ -55,10 +53,10 @@ class Comparison:
         """The standard error of the mean. Its variance is the sum of those over seeds and over
         documents, as in Clark's min F' (1973); with one seed, that over documents.
         """
-        seeds = len(self.by_seed)
-        return math.sqrt(
-            (statistics.variance(self.by_seed) / seeds if seeds > 1 else 0.0) + self.documents
-        )
+        seeds, of_seeds = len(self.by_seed), 0.0
+        if seeds > 1:
+            of_seeds = statistics.variance(self.by_seed) / seeds
+        return math.sqrt(of_seeds + self.documents)
 
     @property
     def interval(self) -> tuple[float, float]:
@@ -71,13 +69,22 @@ class Comparison:
         """Whether the paper's result is seen here: agrees, disagrees or too imprecise."""
         low, high = self.interval
         within = low >= -MARGIN and high <= MARGIN
+
+        # The paper's difference is small: ours must be too.
         if abs(self.paper) < MARGIN:
-            outside = low > MARGIN or high < -MARGIN
-            return "agrees" if within else "disagrees" if outside else "too imprecise"
-        same_side, other_side = (high < 0, low > 0) if self.paper < 0 else (low > 0, high < 0)
-        if same_side and abs(self.mean) >= MARGIN:
+            agrees, disagrees = within, low > MARGIN or high < -MARGIN
+        else:
+            # It is not: ours must be on the same side of 0, and not small.
+            same_side, other_side = low > 0, high < 0
+            if self.paper < 0:
+                same_side, other_side = other_side, same_side
+            agrees = same_side and abs(self.mean) >= MARGIN
+            disagrees = other_side or within
+        if agrees:
             return "agrees"
-        return "disagrees" if other_side or within else "too imprecise"
+        if disagrees:
+            return "disagrees"
+        return "too imprecise"
 
 
 def compare(
@@ -113,9 +120,8 @@ def compare(
 
     # Pairs of runs with the same seed.
     complete = {key: run for key, run in runs.items() if len(run) == len(multiples)}
-    seeds = sorted(
-        seed for method, seed in complete if method == LOG and (baseline, seed) in complete
-    )
+    of_log, of_baseline = ({s for method, s in complete if method == m} for m in (LOG, baseline))
+    seeds = sorted(of_log & of_baseline)
     if not seeds:
         return None
 
@@ -123,21 +129,20 @@ def compare(
     by_seed, by_document = [], []
     first = complete[LOG, seeds[0]][multiples[0]]
     for seed in seeds:
-        pairs = [
-            (complete[LOG, seed][multiple], complete[baseline, seed][multiple])
-            for multiple in multiples
-        ]
-        for record in (record for pair in pairs for record in pair):
+        logs, others = complete[LOG, seed], complete[baseline, seed]
+        for record in (*logs.values(), *others.values()):
             if _conditions(record) != _conditions(first):
                 raise UserError(
                     f"{corpus}: {record['pos_emb']}, seed {seed}, length {record['length']:,}, has "
                     f"other tokens, another model or another number of steps than {LOG}, seed "
                     f"{seeds[0]}; keep comparable records"
                 )
-        by_seed.append(statistics.fmean(log["loss"] - other["loss"] for log, other in pairs))
-        by_document += [
-            np.subtract(log["groups"]["losses"], other["groups"]["losses"]) for log, other in pairs
-        ]
+        differences = []
+        for multiple in multiples:
+            log, other = logs[multiple], others[multiple]
+            differences.append(log["loss"] - other["loss"])
+            by_document.append(np.subtract(log["groups"]["losses"], other["groups"]["losses"]))
+        by_seed.append(statistics.fmean(differences))
     tokens = np.array(first["groups"]["tokens"])
     error = standard_error(np.mean(by_document, axis=0) * tokens, tokens) or 0.0
     return Comparison(tuple(by_seed), error**2, paper_difference(corpus, baseline, multiples))
@@ -151,18 +156,15 @@ def _conditions(record: AnyRecord) -> tuple[object, ...]:
 
 
 def paper_difference(corpus: str, baseline: str, multiples: Sequence[int]) -> float:
-    """The loss of log minus that of the baseline in KERPLE's Table 3, the mean over
-    these lengths.
-    """
+    """The loss of log minus that of the baseline in KERPLE's Table 3, the mean over lengths."""
     table = load_published("kerple-3")
 
     def loss(method: str, multiple: int) -> float:
         text = table.value(PAPER_CORPORA[corpus], Method(method), multiple * table.train_length)
-        return math.log(float((text or "").partition(" ")[0]))
+        mean, _, _ = (text or "").partition(" ")
+        return math.log(float(mean))
 
-    return statistics.fmean(
-        loss(LOG, multiple) - loss(baseline, multiple) for multiple in multiples
-    )
+    return statistics.fmean(loss(LOG, each) - loss(baseline, each) for each in multiples)
 
 
 def comparison_table(records: Sequence[AnyRecord], baselines: Sequence[str] = BASELINES) -> Table:
@@ -170,6 +172,7 @@ def comparison_table(records: Sequence[AnyRecord], baselines: Sequence[str] = BA
     corpora = sorted({record["corpus"] for record in records}, key=corpus_sort_key)
     lines = []
     for baseline in baselines:
+        # At the training length, and beyond it.
         for where, multiples in (("1×", (1,)), ("4-32×", BEYOND)):
             cells = []
             for corpus in corpora:
@@ -181,12 +184,13 @@ def comparison_table(records: Sequence[AnyRecord], baselines: Sequence[str] = BA
                 cells.append(Cell(f"{found.word}<br>{found.mean:+.3f} [{low:+.3f}, {high:+.3f}]"))
                 cells.append(Cell(f"{found.paper:+.3f}"))
             lines.append(Row((display_name(Method(baseline)), where), tuple(cells)))
+
+    # Each corpus has a column of the paper.
     columns: list[str] = []
     for corpus in corpora:
         columns += [corpus_name(corpus), f"paper, {corpus_name(PAPER_CORPORA[corpus])}"]
-    return Table(
-        "comparisons", "Primary comparisons", ("log minus", "at"), tuple(columns), tuple(lines)
-    )
+    labels = ("log minus", "at")
+    return Table("comparisons", "Primary comparisons", labels, tuple(columns), tuple(lines))
 
 
 def differences_by_length(records: Sequence[AnyRecord], baselines: Sequence[str]) -> Table:
@@ -195,25 +199,22 @@ def differences_by_length(records: Sequence[AnyRecord], baselines: Sequence[str]
     lengths = sorted({record["length"] for record in records if record["kind"] == "extrapolation"})
     lines = []
     for baseline in baselines:
-        found = [
-            compare(records, corpus, baseline, (length // train_length,)) for length in lengths
-        ]
+        # The most seeds of a cell are in the label.
         seeds, cells = [0], []
-        for comparison in found:
+        for length in lengths:
+            comparison = compare(records, corpus, baseline, (length // train_length,))
             if comparison is None:
                 cells.append(Cell(NOT_MEASURED))
             else:
                 seeds.append(len(comparison.by_seed))
                 cells.append(Cell(f"{comparison.mean:+.3f} ± {comparison.stderr:.3f}"))
         lines.append(Row((display_name(Method(baseline)), str(max(seeds))), tuple(cells)))
-    columns = tuple(f"{length:,}" for length in lengths)
+    columns = tuple(map(format_length, lengths))
     return Table("differences", "Differences", ("log minus", "seeds"), columns, tuple(lines))
 
 
 def loss_frame(records: Iterable[AnyRecord]) -> DataFrame:
-    """The losses of all runs. Columns: corpus, pos_emb, mode (its kind), seed, length, value, and
-    others.
-    """
+    """The losses of all runs. Columns: corpus, pos_emb, mode (its kind), seed, length, value ..."""
     frame = measurements(records, "extrapolation", "loss").frame
     frame["corpus"] = [setting.corpus for setting in frame["setting"]]
     frame["pos_emb"] = [method.pos_emb for method in frame["method"]]
@@ -229,9 +230,9 @@ def costs(records: Iterable[AnyRecord]) -> DataFrame:
     """
     frame = loss_frame(records)
     keys = ["corpus", "pos_emb", "seed", "length"]
-    full, window = (
-        frame[frame["mode"] == mode].set_index(keys)["value"] for mode in ("full", "window")
-    )
+    frame = frame.set_index(keys)
+    full = frame[frame["mode"] == "full"]["value"]
+    window = frame[frame["mode"] == "window"]["value"]
     return (full - window).dropna().rename("cost").reset_index()
 
 
@@ -249,8 +250,9 @@ def in_context_scores(records: Iterable[AnyRecord]) -> DataFrame:
             continue
         edges, losses = record["edges"], record["losses"]
         if losses and {*IN_CONTEXT, length * 3 // 4} <= set(edges):
-            early, last = (edges.index(edge) for edge in IN_CONTEXT), edges.index(length * 3 // 4)
-            score = statistics.fmean(losses[last:]) - statistics.fmean(losses[slice(*early)])
+            # The loss of the last quarter minus that of the first positions.
+            first, end, last = map(edges.index, (*IN_CONTEXT, length * 3 // 4))
+            score = statistics.fmean(losses[last:]) - statistics.fmean(losses[first:end])
             loss = float(np.average(losses, weights=record["counts"]))
             rows.append((record["corpus"], record["pos_emb"], record["seed"], score, loss))
     return DataFrame(rows, columns=["corpus", "pos_emb", "seed", "score", "loss"])
@@ -289,6 +291,8 @@ def position_differences(records: Iterable[AnyRecord], length: int) -> DataFrame
         kind = record["kind"], record["mode"], record["length"]
         if kind == ("positions", "full", length) and record["losses"]:
             found[record["corpus"], record["pos_emb"], record["seed"]] = record
+
+    # Differences on the same tokens only.
     rows = []
     for (corpus, pos_emb, seed), record in found.items():
         base = found.get((corpus, "alibi", seed))
@@ -296,19 +300,11 @@ def position_differences(records: Iterable[AnyRecord], length: int) -> DataFrame
             continue
         edges = np.array(record["edges"])
         difference = np.subtract(record["losses"], base["losses"])
-        octaves = np.floor(
-            np.log2(np.maximum(edges[:-1], edges[1] / 2))
-        )  # the first bin starts at 0
+        starts = np.maximum(edges[:-1], edges[1] / 2)  # the first bin starts at 0
+        octaves = np.floor(np.log2(starts))
         for octave in np.unique(octaves):
-            rows.append(
-                (
-                    corpus,
-                    pos_emb,
-                    seed,
-                    2 ** (octave + 0.5),
-                    float(difference[octaves == octave].mean()),
-                )
-            )
+            mean = float(difference[octaves == octave].mean())
+            rows.append((corpus, pos_emb, seed, 2 ** (octave + 0.5), mean))
     return DataFrame(rows, columns=["corpus", "pos_emb", "seed", "position", "difference"])
 
 

@@ -1,7 +1,6 @@
-"""Figures that all experiments draw: a panel per corpus, and in it a thin line or a
-point per run.
-"""
+"""Figures of all experiments: a panel per corpus, and in it a thin line or a point per run."""
 
+import itertools
 from collections.abc import Iterable
 from typing import Any
 
@@ -61,14 +60,15 @@ def score_plot(scores: DataFrame, style: Style = SCREEN) -> Figure:
     corpora, figure, panels = _panels(scores, style, sharex=True)
     others = Line2D([], [], label="others", color=GRAY, linestyle="none", marker=".")
     for axes, corpus in zip(panels, corpora, strict=True):
+        # Other methods in gray, below those that are named.
         own = scores[scores["corpus"] == corpus]
         rest = own[~own["pos_emb"].isin(METHODS)]
         axes.plot(rest["score"], rest["loss"], color=GRAY, linestyle="none", marker=".")
         for pos_emb in METHODS:
-            runs = own[own["pos_emb"] == pos_emb]
-            axes.plot(
-                runs["score"], runs["loss"], **{**_looks(style, pos_emb), "linestyle": "none"}
-            )
+            runs, looks = own[own["pos_emb"] == pos_emb], _looks(style, pos_emb)
+            axes.plot(runs["score"], runs["loss"], **(looks | {"linestyle": "none"}))
+
+        # All panels have the same range of losses.
         middle = (own["loss"].min() + own["loss"].max()) / 2
         axes.set_ylim(middle - RANGE, middle + RANGE)
         axes.xaxis.set_major_locator(MultipleLocator(0.2))
@@ -83,40 +83,47 @@ def effective_length_plot(records: Iterable[AnyRecord], style: Style = SCREEN) -
     """The effective length of each head of each run, divided by the training length; last row:
     ALiBi in the paper.
     """
+    # A row per head.
     rows = []
     for record in records:
         if record["kind"] == "effective_length" and record["pos_emb"] in METHODS:
-            heads = [length for layer in record["effective_lengths"] for length in layer]
-            rows += [
-                (record["corpus"], record["pos_emb"], head / record["train_length"])
-                for head in heads
-            ]
+            for length in itertools.chain(*record["effective_lengths"]):
+                relative = length / record["train_length"]
+                rows.append((record["corpus"], record["pos_emb"], relative))
     frame = DataFrame(rows, columns=["corpus", "pos_emb", "length"])
     methods = [pos_emb for pos_emb in METHODS if pos_emb in set(frame["pos_emb"])]
     corpora, figure, panels = _panels(frame, style, sharex=True, sharey=True)
     for axes, corpus in zip(panels, corpora, strict=True):
         for row, pos_emb in enumerate(methods):
             lengths = frame[(frame["corpus"] == corpus) & (frame["pos_emb"] == pos_emb)]["length"]
-            axes.plot(
-                lengths,
-                [row] * len(lengths),
-                alpha=0.6,
-                **{**_looks(style, pos_emb), "linestyle": "none"},
-            )
+            looks = _looks(style, pos_emb) | {"linestyle": "none"}
+            axes.plot(lengths, [row] * len(lengths), alpha=0.6, **looks)
+
+        # ALiBi in the paper, and the training length.
         paper = [(2 // slope + 1) / 512 for slope in alibi_slopes(12)]
         axes.plot(paper, [len(methods)] * len(paper), color=GRAY, linestyle="none", marker="|")
         axes.axvline(1, color=GRAY, linestyle="dashed", linewidth=0.1 * style.size)
         axes.set_xscale("log", base=2)
         axes.xaxis.set_major_locator(FixedLocator([1 / 64, 1, 64]))
-        axes.xaxis.set_major_formatter(
-            FuncFormatter(lambda value, _: f"{value:g}×" if value >= 1 else f"1/{1 / value:g}")
-        )
+        axes.xaxis.set_major_formatter(FuncFormatter(_multiple))
         axes.xaxis.set_minor_locator(NullLocator())
     labels = [display_name(Method(pos_emb)) for pos_emb in methods] + ["ALiBi (paper)"]
     panels[0].set_yticks(range(len(labels)), labels)
     panels[0].invert_yaxis()
     figure.supxlabel("effective length of a head / training length")
     return figure
+
+
+def _thousands(value: float, _: object) -> str:
+    if not value:
+        return "0"
+    return f"{value / 1000:g}k"
+
+
+def _multiple(value: float, _: object) -> str:
+    if value < 1:
+        return f"1/{1 / value:g}"
+    return f"{value:g}×"
 
 
 def recall_plot(frame: DataFrame, train_length: int, style: Style = SCREEN) -> Figure:
@@ -126,21 +133,17 @@ def recall_plot(frame: DataFrame, train_length: int, style: Style = SCREEN) -> F
     methods = [pos_emb for pos_emb in RECALL_METHODS if pos_emb in set(frame["pos_emb"])]
     figure, panels = new_figure(style, len(methods), 3, 0.8, sharex=True, sharey=True)
     for axes, pos_emb in zip(panels, methods, strict=True):
+        # The mean in a band from the lowest to the highest seed.
         by_distance = frame[frame["pos_emb"] == pos_emb].groupby("distance")["recall"]
         values = 100 * by_distance.agg(["mean", "min", "max"])
         looks = _looks(style, pos_emb)
-        axes.fill_between(
-            values.index,
-            values["min"],
-            values["max"],
-            color=looks["color"],
-            alpha=0.25,
-            linewidth=0,
-        )
+        low, high, color = values["min"], values["max"], looks["color"]
+        axes.fill_between(values.index, low, high, color=color, alpha=0.25, linewidth=0)
         axes.plot(values.index, values["mean"], **looks)
-        axes.axvline(
-            train_length, color=GRAY, linewidth=0.1 * style.size, linestyle="dashed", zorder=1
-        )
+
+        # The axes.
+        width = 0.1 * style.size
+        axes.axvline(train_length, color=GRAY, linewidth=width, linestyle="dashed", zorder=1)
         axes.set_title(display_name(Method(pos_emb)), loc="left")
         axes.set_xscale("log", base=2)
         axes.xaxis.set_major_locator(FixedLocator([2, 16, 64, 512]))
@@ -164,24 +167,24 @@ def long_context_plot(
     """
     figure, panels = new_figure(style, 3, 3, 1.5)
     titles = "cost (nats)", "minus ALiBi (nats)", "in-context score"
-    frames = (
-        _with_start(costs, train_length),
-        differences.rename(columns={"position": "x", "difference": "y"}),
-    )
-    for axes, title, label, frame in zip(
-        panels, titles, ("length", "position"), frames, strict=False
-    ):
+    frames = {
+        "length": _with_start(costs, train_length),
+        "position": differences.rename(columns={"position": "x", "difference": "y"}),
+    }
+
+    # Two panels by length or position, in training lengths.
+    for axes, title, (label, frame) in zip(panels, titles, frames.items(), strict=False):
         axes.set_title(title, loc="left")
         axes.set_xlabel(f"{label} / {train_length:,}")
         _draw_runs(axes, frame.assign(x=frame["x"] / train_length), style)
         _scale_by_length(axes, style)
         _scale_nats(axes)
+
+    # One during training.
     panels[2].set_title(titles[2], loc="left")
     panels[2].set_xlabel("step")
     _draw_runs(panels[2], progress.rename(columns={"step": "x", "score": "y"}), style)
-    panels[2].xaxis.set_major_formatter(
-        FuncFormatter(lambda value, _: f"{value / 1000:g}k" if value else "0")
-    )
+    panels[2].xaxis.set_major_formatter(FuncFormatter(_thousands))
     legend_above(figure, style, _handles(style, costs))
     return figure
 
@@ -251,8 +254,9 @@ def _looks(style: Style, pos_emb: str) -> dict[str, Any]:
 
 def _handles(style: Style, frame: DataFrame, **looks: Any) -> list[Line2D]:
     """The entries of the legend."""
-    methods = [pos_emb for pos_emb in METHODS if pos_emb in set(frame["pos_emb"])]
-    return [
-        Line2D([], [], label=display_name(Method(p)), **{**_looks(style, p), **looks})
-        for p in methods
-    ]
+    handles = []
+    for pos_emb in METHODS:
+        if pos_emb in set(frame["pos_emb"]):
+            own = _looks(style, pos_emb) | looks
+            handles.append(Line2D([], [], label=display_name(Method(pos_emb)), **own))
+    return handles

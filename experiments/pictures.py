@@ -61,9 +61,7 @@ fill = partial(textwrap.fill, width=100, break_on_hyphens=False)
 
 
 class MethodOfModel(NamedTuple):
-    """A positional method, the shape of the model it was built for, and the number of distances to
-    plot.
-    """
+    """A positional method, the shape of its model, and the number of distances to plot."""
 
     method: PositionalMethod
     shape: ModelShape
@@ -71,9 +69,7 @@ class MethodOfModel(NamedTuple):
 
 
 def initial_methods() -> dict[str, MethodOfModel]:
-    """All methods by primary `pos-emb` name, initialized as in the first layer of a
-    new demo model.
-    """
+    """All methods by primary name, initialized as in the first layer of a new demo model."""
     methods = {}
     for name in primary_names():
         method = build(name, SHAPE)
@@ -96,11 +92,11 @@ def trained_methods(folders: Sequence[str | Path]) -> dict[str, MethodOfModel]:
                 f"{folder}: there is already a checkpoint of pos-emb {name}; give one per method"
             )
         names.add(name)
+
+        # The method of the first layer.
         model, _ = load_model(folder)
-        if layer_methods := model.positional_methods():
-            methods[name] = MethodOfModel(
-                next(iter(layer_methods.values())), model.settings.config.shape
-            )
+        for method in model.positional_methods().values():
+            methods.setdefault(name, MethodOfModel(method, model.settings.config.shape))
     return methods
 
 
@@ -119,25 +115,29 @@ def distance_curves(
     """
     positions = torch.arange(num_distances)
     last = positions[-1:]
+
+    # The result for scores of 0 and a query of zeros.
     if "modify_scores" in method.hooks:
         zeros = torch.zeros(1, shape.num_heads, 1, shape.head_size)
         query, _ = method.rotate(zeros, zeros[:, :, :0], last, positions[:0])
         scores = torch.zeros(1, shape.num_heads, 1, num_distances)
         mask = torch.zeros(1, num_distances, dtype=torch.bool)
         table = score_table(method, num_distances, "cpu")
-        modified = method.final_scores(Chunk(scores, query, last, positions, mask, table))[
-            0, :, 0
-        ].flip(-1)
-        return {"modified score of 0": modified} if modified.std(dim=1).any() else {}
+        chunk = Chunk(scores, query, last, positions, mask, table)
+        modified = method.final_scores(chunk)[0, :, 0].flip(-1)  # [h, n]
+        if not modified.std(dim=1).any():
+            return {}
+        return {"modified score of 0": modified}
+
+    # What the other hooks add or multiply, by distance.
     curves = {}
     if "rotate" in method.hooks:
         ones = torch.ones(1, 1, num_distances, shape.head_size)
         query, key = method.eval().rotate(ones[:, :, -1:], ones, last, positions)
         if "scale_qk" in method.hooks:
             query, key = method.scale_qk(query, key, last, positions)
-        curves["dot product of ones"] = (query @ key.transpose(-1, -2))[0, :, 0].flip(
-            -1
-        ) / shape.head_size
+        products = (query @ key.transpose(-1, -2))[0, :, 0].flip(-1)  # [h, n]
+        curves["dot product of ones"] = products / shape.head_size
     if "bias" in method.hooks:
         curves["bias"] = method.bias(positions.float())
     if "decay" in method.hooks:
@@ -149,9 +149,7 @@ def distance_curves(
 
 
 def method_picture(name: str, stages: Mapping[str, MethodOfModel]) -> bytes | None:
-    """A PNG with a row per curve and a column per stage ("at initialization", ...); None if there
-    are no curves.
-    """
+    """A PNG with a row per curve and a column per stage; None if there are no curves."""
     curves = {stage: distance_curves(*method) for stage, method in stages.items()}
     labels = list(dict.fromkeys(label for by_label in curves.values() for label in by_label))
     if not labels:
@@ -165,9 +163,9 @@ def method_picture(name: str, stages: Mapping[str, MethodOfModel]) -> bytes | No
 def _stages_plot(
     name: str, curves: Mapping[str, Mapping[str, Tensor]], labels: Sequence[str], style: Style
 ) -> Figure:
-    figure, panels = new_figure(
-        style, len(labels) * len(curves), len(curves), sharex=True, sharey="row"
-    )
+    # A row per curve, a column per stage.
+    stages = len(curves)
+    figure, panels = new_figure(style, len(labels) * stages, stages, sharex=True, sharey="row")
     cells = [(label, stage) for label in labels for stage in curves]
     for axes, (label, stage) in zip(panels, cells, strict=True):
         if label in curves[stage]:
@@ -178,6 +176,8 @@ def _stages_plot(
             axes.set_xlabel("distance (tokens)")
         if stage == next(iter(curves)):
             axes.set_ylabel(label)
+
+    # The legend, or the title of a picture with one head.
     lines = max((axes.get_lines() for axes in panels), key=len)
     if len(lines) > 1:
         legend_above(figure, style, lines, name)
@@ -187,9 +187,8 @@ def _stages_plot(
 
 
 def _plot_heads(axes: Axes, values: Tensor) -> None:
-    """One line per head of values `[heads, distances]`, over a distance axis that is logarithmic
-    from 1.
-    """
+    """One line per head of values `[h, n]`, over a distance axis that is logarithmic from 1."""
+    # Heads that are evenly spaced, with the first and the last one.
     num_heads, num_distances = values.shape
     shown = min(num_heads, MAX_HEADS)
     for index in range(shown):
@@ -201,6 +200,8 @@ def _plot_heads(axes: Axes, values: Tensor) -> None:
             color=COLORS[index % len(COLORS)],
             linestyle=LINE_STYLES[index % len(LINE_STYLES)],
         )
+
+    # A logarithmic axis with 0.
     axes.set_xscale("symlog", base=2, linthresh=1)
     axes.set_xlim(0, num_distances - 1)
     powers = [2**exponent for exponent in range(0, int(math.log2(num_distances)) + 1, 2)]
@@ -229,9 +230,12 @@ def write_page(
     paths: list[Path] = []
     entries: dict[str, list[str]] = {family: [] for family in FAMILIES}
     for name, initial in initial_methods().items():
+        # Training changes only methods with parameters.
         stages = {"at initialization": initial}
-        if name in trained and any(True for _ in trained[name].method.parameters()):
+        if name in trained and list(trained[name].method.parameters()):
             stages["after training"] = trained[name]
+
+        # The description, and the picture, if there is one.
         entry, path = f"### {name}\n\n{fill(description(name))}\n", pictures / f"{name}.png"
         if only is None or name in only:
             picture = method_picture(name, stages)
@@ -240,32 +244,29 @@ def write_page(
                 paths.append(path)
         if path.exists():
             entry += f"\n![{name}](pictures/{path.name})\n"
+
+        # Its section of the page.
+        family = "Other biases, and position embeddings"
         if name.startswith("kerple"):
             family = "KERPLE"
         elif "modify_scores" in initial.method.hooks:
             family = "Methods that modify the scores"
-        else:
-            family = (
-                "Rotary"
-                if "rotate" in initial.method.hooks
-                else "Other biases, and position embeddings"
-            )
+        elif "rotate" in initial.method.hooks:
+            family = "Rotary"
         entries[family].append(entry)
-    sections = (
-        f"## {family}\n\n{fill(FAMILIES[family])}\n\n" + "\n".join(entries[family])
-        for family in FAMILIES
-    )
+    sections = []
+    for family, text in FAMILIES.items():
+        sections.append(f"## {family}\n\n{fill(text)}\n\n" + "\n".join(entries[family]))
     write_atomically(output, (PAGE + "\n".join(sections)).encode())
     return [output, *paths]
 
 
 def description(name: str) -> str:
-    """The comment in the method's file in `configs/pos_emb/`, or the first paragraph of its class
-    docstring.
-    """
+    """The comment in the method's file in configs/pos_emb/, or else the start of its docstring."""
     path = CONFIGS / f"{name}.yml"
     if not path.is_file():
-        return " ".join((method_class(name).__doc__ or "").strip().split("\n\n")[0].split())
+        first, _, _ = (method_class(name).__doc__ or "").strip().partition("\n\n")
+        return " ".join(first.split())
     lines = path.read_text(encoding="utf-8").splitlines()
     return " ".join(line.removeprefix("#").strip() for line in lines if line.startswith("#"))
 

@@ -69,31 +69,32 @@ def conclusions(records: Sequence[ExtrapolationRecord]) -> list[str]:
     changes from the shortest to the longest length, and how it compares with the first method at
     the longest length.
     """
+    # How the loss of each method changes with the length.
     losses = PairedLosses(records)
-    shortest, longest = (choose(record["length"] for record in records) for choose in (min, max))
+    lengths = [record["length"] for record in records]
+    shortest, longest = min(lengths), max(lengths)
     methods = {record["pos_emb"]: (setting_of(record), method_of(record)) for record in records}
     reference, *others = methods
     lines = []
     for name, method in methods.items():
         change = losses.difference((*method, longest), (*method, shortest))
         if change is not None:
-            verb = (
-                ("falls" if change.mean < 0 else "rises")
-                if change.significant
-                else "shows no clear change"
-            )
+            verb = "falls" if change.mean < 0 else "rises"
+            if not change.significant:
+                verb = "shows no clear change"
             lines.append(
                 f"{name}: from {shortest:,} to {longest:,} tokens the loss {verb} ({change} nats "
                 "per token)"
             )
+
+    # How the others compare with the first one.
     for name in others:
         difference = losses.difference((*methods[name], longest), (*methods[reference], longest))
         if difference is not None:
-            verdict = (
-                f"{name if difference.mean < 0 else reference} is better"
-                if difference.significant
-                else "a tie"
-            )
+            better = name if difference.mean < 0 else reference
+            verdict = "a tie"
+            if difference.significant:
+                verdict = f"{better} is better"
             lines.append(
                 f"{name} minus {reference} at {longest:,}: {difference} nats per token: {verdict} "
                 "on this text"

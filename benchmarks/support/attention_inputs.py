@@ -48,9 +48,7 @@ def attend_with_method(
     backend: str,
     window: int | None = None,
 ) -> Tensor:
-    """Attention as in a model's layer: rotates, evaluates the method's tables, then runs the
-    backend.
-    """
+    """Attention as in a model's layer: rotates, evaluates the tables, then runs the backend."""
     return Attention(method, backend)(query, key, value, window=window)
 
 
@@ -77,6 +75,7 @@ def as_leaves(tables: PositionTables) -> tuple[PositionTables, list[Tensor]]:
         leaves.append(tensor.detach().requires_grad_())
         return leaves[-1]
 
+    # The kernels have tables and coefficients of their own.
     if tables.kernel is None:
         return replace(tables, bias=leaf(tables.bias), weight=leaf(tables.weight)), leaves
     bias, weight, of_bias, of_weight = map(leaf, tables.kernel[:4])

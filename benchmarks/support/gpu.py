@@ -19,11 +19,14 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
 if "--dry-run" in sys.argv:
     os.environ["TRITON_INTERPRET"] = "1"  # Triton reads this when it is imported
+
+T = TypeVar("T")
 
 
 class Bench:
@@ -60,7 +63,8 @@ class Bench:
         self.dry = self.options.dry_run
         if not self.dry and not torch.cuda.is_available():
             raise SystemExit("no GPU found; --dry-run runs the benchmark at toy sizes on a CPU")
-        self.device = torch.device("cpu" if self.dry else "cuda")
+        self.device = torch.device(self.sized("cuda", "cpu"))
+
         # The time limit begins after the check, which compiles all kernels.
         self.started = math.inf if self.options.check else time.monotonic()
         self.rows: list[dict[str, object]] = []
@@ -71,23 +75,27 @@ class Bench:
         }
         self._write()
 
+    def sized(self, full: T, toy: T) -> T:
+        """The value for measurements, or that of a dry run."""
+        return toy if self.dry else full
+
     def _hardware(self) -> dict[str, object]:
-        name = "CPU, dry run: times are meaningless" if self.dry else torch.cuda.get_device_name()
+        name = "CPU, dry run: times are meaningless"
+        if not self.dry:
+            name = torch.cuda.get_device_name()
         try:
             import triton
         except ImportError:
             triton = None
-        git = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
-        commit = (
-            subprocess.run(git, capture_output=True, text=True).stdout.strip()
-            if shutil.which("git")
-            else ""
-        )
+        commit = "unknown"
+        if shutil.which("git"):
+            git = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
+            commit = subprocess.run(git, capture_output=True, text=True).stdout.strip() or commit
         return {
             "device": name,
             "torch": f"torch {torch.__version__}",
             "triton": f"triton {getattr(triton, '__version__', None)}",
-            "commit": f"commit {commit or 'unknown'}",
+            "commit": f"commit {commit}",
             "date": time.strftime("%Y-%m-%d"),
         }
 
@@ -97,14 +105,14 @@ class Bench:
         return time.monotonic() - self.started > self.options.seconds
 
     def measure(self, run: Callable[[], object], *, seconds: float = 0.4) -> tuple[float, int]:
-        """Median seconds of a run, and its peak memory in bytes beyond what was
-        allocated before.
-        """
+        """Median seconds of a run, and the bytes of its peak memory that it allocated itself."""
         run()  # compiles
         if self.dry:
             started = time.perf_counter()
             run()
             return time.perf_counter() - started, 0
+
+        # One run for the memory, and to estimate how many fit into the seconds.
         run()
         torch.cuda.synchronize()
         allocated = torch.cuda.memory_allocated()
@@ -114,6 +122,8 @@ class Bench:
         torch.cuda.synchronize()
         estimate = time.perf_counter() - started
         peak = torch.cuda.max_memory_allocated() - allocated
+
+        # Events do not wait for the device between runs.
         events = []
         for _ in range(max(3, min(50, int(seconds / max(estimate, 1e-5))))):
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -127,18 +137,15 @@ class Bench:
     def attempt(
         self, row: dict[str, object], measurement: Callable[[], dict[str, object]]
     ) -> dict[str, object] | None:
-        """Add a measurement, or the reason of its failure (such as out of memory), to a row, and
-        write the row.
-        """
+        """Add a measurement, or the reason of its failure, to a row, and write the row."""
         if self.expired:
             self._add({**row, "skipped": "time limit"})
             return None
         try:
             row |= measurement()
         except Exception as error:  # a failed measurement must not prevent the next one
-            row["failed"] = (
-                f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"[:300]
-            )
+            reason, _, _ = str(error).partition("\n")
+            row["failed"] = f"{type(error).__name__}: {reason}"[:300]
             if not self.dry:
                 torch.cuda.empty_cache()
         self._add(row)
@@ -154,8 +161,10 @@ class Bench:
         self.started = time.monotonic()
         self.results |= {"check_passed": passed, **details}
         self._write()
-        suffix = "".join(f"; {name.replace('_', ' ')}: {value}" for name, value in details.items())
-        print(f"check: {'passed' if passed else 'FAILED'}{suffix}", flush=True)
+        line = "check: passed" if passed else "check: FAILED"
+        for name, value in details.items():
+            line += f"; {name.replace('_', ' ')}: {value}"
+        print(line, flush=True)
         return passed
 
     def _write(self) -> None:
@@ -180,6 +189,8 @@ def print_results(folder: Path, parts: Sequence[str] = ()) -> int:
     failed = bool(missing) or not any(folder.glob("*.json"))
     for part in missing:
         print(f"{part:<12} no results: it failed or had no time; see {folder / part}.log")
+
+    # Of the checks, only those that failed have a line.
     for path in sorted(folder.glob("*.json")):
         results = json.loads(path.read_text())
         if path.stem != "doctor":
@@ -189,11 +200,8 @@ def print_results(folder: Path, parts: Sequence[str] = ()) -> int:
             rows = [check for check in results["checks"] if check["failure"] is not None]
             rows.append({"checks": len(results["checks"]), "passed": results["passed"]})
         else:
-            passed = [
-                row
-                for row in results["rows"]
-                if "check" in row and "failed" not in row and row.get("ok", True)
-            ]
+            checks = [row for row in results["rows"] if "check" in row]
+            passed = [row for row in checks if "failed" not in row and row.get("ok", True)]
             rows = [row for row in results["rows"] if row not in passed]
             if "check_passed" in results:
                 rows.append({"checks": len(passed), "passed": results["check_passed"]})
@@ -201,9 +209,8 @@ def print_results(folder: Path, parts: Sequence[str] = ()) -> int:
             failed |= "failed" in row or row.get("ok") is False or row.get("passed") is False
             cells = []
             for name, value in row.items():
-                cells.append(
-                    f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}"
-                )
+                text = f"{value:.4g}" if isinstance(value, float) else str(value)
+                cells.append(f"{name} {text}")
             print(f"{path.stem:<12} {', '.join(cells)}")
     return int(failed)
 

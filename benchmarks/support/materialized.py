@@ -24,7 +24,7 @@ def materialized_attention(call: AttentionCall) -> Tensor:
     queries, keys = slice(call.offset, call.kv_len), slice(0, call.kv_len)
     mask = call.span.mask(queries, keys, call.query.device)
     distance = call.distances(queries, keys)
-    scores = call.query @ call.key.transpose(-1, -2) * call.scale
+    scores = call.query @ call.key.transpose(-1, -2) * call.scale  # [b, h, s, s]
     if call.tables.weight is not None:
         scores = scores * call.tables.weight[:, distance].to(scores.dtype)
     if call.tables.bias is not None:
@@ -55,7 +55,7 @@ class OriginalAttention(SelfAttention):
         return NO_TABLES
 
     def context(self, qkv: Tensor, *_: object, **__: object) -> Tensor:
-        query, key, value = self.heads(qkv)
+        query, key, value = self.heads(qkv)  # [b, h, s, d]
         mask, distance = original_distances(qkv.shape[1])
         scores = query * self.head_size**-0.5 @ key.transpose(-1, -2)
         if "weight" in self.rpe.hooks:

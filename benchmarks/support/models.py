@@ -80,11 +80,10 @@ class PlainAttention(nn.Module):
         self.dense = nn.Linear(hidden_size, hidden_size)
 
     def forward(self, hidden: Tensor) -> Tensor:
+        # [b, s, e] -> [b, s, 3, h, d] -> three times [b, h, s, d]
         batch, length, size = hidden.shape
-        parts = self.query_key_value(hidden).chunk(3, dim=-1)
-        query, key, value = (
-            part.view(batch, length, self.num_heads, -1).transpose(1, 2) for part in parts
-        )
+        qkv = self.query_key_value(hidden).view(batch, length, 3, self.num_heads, -1)
+        query, key, value = qkv.permute(2, 0, 3, 1, 4)
         context = F.scaled_dot_product_attention(query, key, value, is_causal=True)
         return self.dense(context.transpose(1, 2).reshape(batch, length, size))
 
@@ -119,9 +118,8 @@ class PlainDecoder(nn.Module):
     def __init__(self, vocab_size: int, num_layers: int, hidden_size: int, num_heads: int):
         super().__init__()
         self.embedding = nn.Embedding(vocab_size, hidden_size)
-        self.blocks = nn.Sequential(
-            *(PlainBlock(hidden_size, num_heads) for _ in range(num_layers))
-        )
+        blocks = [PlainBlock(hidden_size, num_heads) for _ in range(num_layers)]
+        self.blocks = nn.Sequential(*blocks)
         self.norm = nn.LayerNorm(hidden_size)
         self.output = nn.Linear(hidden_size, vocab_size, bias=False)
         self.apply(self._initialize)

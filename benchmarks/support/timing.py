@@ -60,6 +60,7 @@ def compare(
 
     On a machine with other load, use one thread and `clock=time.process_time`.
     """
+    # Each round starts with another alternative.
     names = list(alternatives)
     seconds: dict[str, list[float]] = {name: [] for name in names}
     for round_index in range(warmup + rounds):
@@ -71,6 +72,8 @@ def compare(
             synchronize()
             if round_index >= warmup:
                 seconds[name].append(clock() - start)
+
+    # Ratios within a round, then their median.
     baseline = seconds[names[0]]
     timings = []
     for name, times in seconds.items():
@@ -80,18 +83,16 @@ def compare(
     return timings
 
 
-def show(title: str, timings: list[Timing], console: Console | None = None) -> None:
+def show(title: str, timings: list[Timing]) -> None:
     """Print a table; exceeded limits are marked."""
     table = Table(title=title, title_justify="left")
     table.add_column("")
     for heading in ("median ms", "fastest ms", f"ratio to {timings[0].name}", "limit"):
         table.add_column(heading, justify="right")
     for timing in timings:
-        limit = (
-            ""
-            if timing.limit is None
-            else f"{timing.limit:.2f}" + ("" if timing.passed else " exceeded")
-        )
+        limit = ""
+        if timing.limit is not None:
+            limit = f"{timing.limit:.2f}{' exceeded' * (not timing.passed)}"
         table.add_row(
             timing.name,
             f"{timing.median * 1e3:.2f}",
@@ -99,7 +100,7 @@ def show(title: str, timings: list[Timing], console: Console | None = None) -> N
             f"{timing.ratio:.3f}",
             limit,
         )
-    (console or Console()).print(table)
+    Console().print(table)
 
 
 def hardware() -> dict[str, object]:
@@ -126,15 +127,16 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def apply_options(options: argparse.Namespace) -> Callable[[], float]:
     """Set the number of threads, and return the clock to measure with."""
-    torch.set_num_threads(1 if options.busy else options.threads)
-    return time.process_time if options.busy else time.perf_counter
+    threads, clock = options.threads, time.perf_counter
+    if options.busy:
+        threads, clock = 1, time.process_time
+    torch.set_num_threads(threads)
+    return clock
 
 
 def write_json(path: Path, tables: dict[str, list[Timing]]) -> None:
     """Write the tables, by title, and the hardware they were measured on."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    content = {
-        "hardware": hardware(),
-        "tables": {title: [asdict(row) for row in rows] for title, rows in tables.items()},
-    }
+    rows = {title: list(map(asdict, timings)) for title, timings in tables.items()}
+    content = {"hardware": hardware(), "tables": rows}
     path.write_text(json.dumps(content, indent=1) + "\n")

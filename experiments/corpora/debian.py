@@ -225,6 +225,7 @@ class DebianCorpus(DocumentCorpus):
         return first_training_texts(self.documents, self.definition.split)
 
     def _read(self) -> list[tuple[str, bytes]]:
+        # In the order of their hashes, so that the first of two near-duplicates stays.
         deduplicator = Deduplicator()
         candidates = self._first_by_hash()
         documents = []
@@ -234,11 +235,11 @@ class DebianCorpus(DocumentCorpus):
                     documents.append((name, content))
                 display.update(number, f"{number:,} documents", number)
         print(f"{self._name}: {deduplicator}")
+
+        # The checksum of other sizes is not known.
         checksum = documents_checksum(documents)
         print(f"{self._name}: SHA-256 of the documents: {checksum}")
-        is_default = (
-            self._limit_mb == self.definition.limit_mb
-        )  # the checksum of other sizes is not known
+        is_default = self._limit_mb == self.definition.limit_mb
         if is_default and checksum != self.definition.sha256:
             raise UserError(
                 f"the documents of {self._name} have SHA-256 {checksum}, not "
@@ -248,25 +249,25 @@ class DebianCorpus(DocumentCorpus):
         return documents
 
     def _first_by_hash(self) -> list[tuple[str, bytes]]:
-        """Return the documents whose contents have the smallest hashes, in this order, up to the
-        size limit.
-        """
-        limit = math.inf if self._limit_mb is None else self._limit_mb * 1e6
+        """Return the documents with the smallest hashes, in this order, up to the size limit."""
+        limit = math.inf
+        if self._limit_mb is not None:
+            limit = self._limit_mb * 1e6
+
+        # Only the documents that fit are in memory.
         heap: list[tuple[int, str, bytes]] = []  # the largest hash first
         left_out: Counter[str] = Counter()
         size = found = found_bytes = 0
         for name, content in self._files(left_out):
             found += 1
             found_bytes += len(content)
-            heapq.heappush(
-                heap, (-int.from_bytes(hashlib.sha256(content).digest(), "big"), name, content)
-            )
+            number = int.from_bytes(hashlib.sha256(content).digest(), "big")
+            heapq.heappush(heap, (-number, name, content))
             size += len(content)
             while size - len(heap[0][2]) >= limit:
                 size -= len(heapq.heappop(heap)[2])
-        reasons = "".join(
-            f"; left out: {count:,} {reason}" for reason, count in sorted(left_out.items())
-        )
+        counts = sorted(left_out.items())
+        reasons = "".join(f"; left out: {count:,} {reason}" for reason, count in counts)
         print(
             f"{self._name}: {found:,} documents of {found_bytes / 1e6:.1f} MB{reasons}; used: "
             f"{len(heap):,} documents of {size / 1e6:.1f} MB"
@@ -275,9 +276,7 @@ class DebianCorpus(DocumentCorpus):
         return [(name, content) for _, name, content in heap]
 
     def _files(self, left_out: Counter[str]) -> Iterator[tuple[str, bytes]]:
-        """Yield path and content of every document in the packages, and count other files in
-        `left_out`.
-        """
+        """Yield path and content of every document; count other files in `left_out`."""
         pattern = self.definition.pattern
         for package in self.definition.packages:
             path = self._download(package)
@@ -285,6 +284,7 @@ class DebianCorpus(DocumentCorpus):
                 path.open("rb") as file,
                 Progress(path.name, path.stat().st_size, unit="MB") as display,
             ):
+                # The cheapest rule first.
                 text_bytes = 0
                 for name, content in _package_files(file, path.name, path.name, package.suffix):
                     text_bytes += len(content)
@@ -303,9 +303,8 @@ class DebianCorpus(DocumentCorpus):
                         yield name, content
 
     def _download(self, package: Package) -> Path:
-        """Return the package in the folder; a package manager of this machine downloads it if it is
-        missing.
-        """
+        """Return the package in the folder. A package manager downloads it if it is missing."""
+        # apt and npm know where the packages are.
         path = self._folder / package.file
         if not path.exists():
             self._folder.mkdir(parents=True, exist_ok=True)
@@ -326,9 +325,7 @@ class DebianCorpus(DocumentCorpus):
 
 
 def _download_command(file: str) -> list[str]:
-    """Return the command that downloads a package with this file name into the working
-    directory.
-    """
+    """Return the command that downloads this file into the working directory."""
     name = file.partition("_")[0]
     if file.endswith(".deb"):
         version = file.split("_")[1]
@@ -359,17 +356,18 @@ def _package_files(
             yield path, decompress(content, PurePosixPath(member.lower()).suffix, path).read()
         else:
             # Zip archives must be seekable.
-            seekable = io.BytesIO(content.read()) if member.lower().endswith(".zip") else content
-            yield from _package_files(seekable, member, path, suffix)
+            if member.lower().endswith(".zip"):
+                content = io.BytesIO(content.read())
+            yield from _package_files(content, member, path, suffix)
 
 
 def _seek_data(package: BinaryIO) -> None:
     """Move to the content of data.tar.xz, the last member of a Debian package: an `ar` archive, see
     deb(5).
     """
-    header = package.read(68)[
-        8:
-    ]  # name in bytes 0 to 15, size in bytes 48 to 57; after the signature of `ar`
+    # After the signature of `ar`, headers with the name in bytes 0 to 15, the size in 48 to 57.
+    package.read(8)
+    header = package.read(60)
     while not header.startswith(b"data.tar.xz"):
         size = int(header[48:58])
         package.seek(size + size % 2, io.SEEK_CUR)
@@ -377,13 +375,11 @@ def _seek_data(package: BinaryIO) -> None:
 
 
 def _digits(content: bytes) -> float:
-    """Return the share of digits among all characters except white space; 1 for an
-    empty document.
-    """
+    """Return the share of digits in all but white space; 1 for an empty document."""
     characters = content.translate(None, b" \t\n\r\f\v")
-    return (
-        1 - len(characters.translate(None, b"0123456789")) / len(characters) if characters else 1.0
-    )
+    if not characters:
+        return 1.0
+    return 1 - len(characters.translate(None, b"0123456789")) / len(characters)
 
 
 def _is_utf8(content: bytes) -> bool:
@@ -411,6 +407,8 @@ def prepare(
     if as_bytes:
         name += "_bytes"
     folder = directory / name
+
+    # A BPE tokenizer is trained on the corpus.
     if as_bytes:
         files = TokenizerFiles("CharLevelTokenizer")
     else:
@@ -418,9 +416,10 @@ def prepare(
         folder.mkdir(parents=True, exist_ok=True)
         write_atomically(folder / "tokenizer.json", tokenizer.to_str(pretty=True).encode())
         files = TokenizerFiles("HFTokenizer", str(folder / "tokenizer.json"))
-    manifest = preprocess(
-        corpus, folder / name, files, DocumentOptions(append_eod=True), inputs=[name]
-    )["text"]
+
+    # The checksum is for comparisons with other machines.
+    options = DocumentOptions(append_eod=True)
+    manifest = preprocess(corpus, folder / name, files, options, inputs=[name])["text"]
     prefix = folder / f"{name}_text_document"
     print(f"{summary(prefix, manifest)}\nSHA-256 of the .bin: {manifest.sha256}")
     return prefix

@@ -52,12 +52,15 @@ class Deduplicator:
 
     def is_new(self, content: bytes) -> bool:
         """Return whether to keep this document, and count it."""
+        # The same content.
         self._documents += 1
         content_hash = hashlib.sha256(content).digest()
         if content_hash in self._hashes:
             self._exact += 1
             return False
         self._hashes.add(content_hash)
+
+        # Similar content: the index finds candidates, whose signatures are compared.
         signature = self._empty.copy()
         signature.update_batch(shingle_hashes(content).tolist())
         for candidate in self._index.query(signature):

@@ -15,9 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Copy the records in the given folders, write the pages and print their paths. Raises
-    UserError.
-    """
+    """Copy the records in the given folders, write the pages and print their paths."""
     parser = argparse.ArgumentParser(
         description="Generate docs/results from the records of the replication."
     )

@@ -42,8 +42,8 @@ from experiments.figures import (
 )
 from megatron.evaluation.records import RESULTS, Record, read_results
 from megatron.reporting.aggregate import AnyRecord, Method, method_of, setting_of
-from megatron.reporting.differences import PairedLosses
-from megatron.reporting.formatting import NOT_MEASURED, format_number
+from megatron.reporting.differences import Key, PairedLosses
+from megatron.reporting.formatting import NOT_MEASURED, format_length, format_number
 from megatron.reporting.modes import mode_figures, mode_tables
 from megatron.reporting.paper_tables import difference_tables, perplexity_tables, resolution_tables
 from megatron.reporting.published import corpus_name, corpus_sort_key, display_name, load_published
@@ -60,9 +60,8 @@ SWEEPS, PILOT, MODES, DOCUMENTS = (
     "documents",
 )
 TRAIN_LENGTH, LONGEST = 128, 8192
-LONG_CONTEXT = (
-    RECORDS.parents[1] / "long_context" / "records" / "main"
-)  # SEED/POS_EMB/, with the logs of training
+# SEED/POS_EMB/, with the logs of training.
+LONG_CONTEXT = RECORDS.parents[1] / "long_context" / "records" / "main"
 LONG_CONTEXT_BASELINES = "alibi", "rpe", "kerple_power_ap_", "rotary"
 LONG_CONTEXT_TRAIN_LENGTH, LONG_CONTEXT_LONGEST = 512, 16384
 RECALL_TRAIN_LENGTH = 64
@@ -111,11 +110,14 @@ def write_pages(root: Path) -> list[Path]:
 
 
 def texts(root: Path) -> dict[Path, str]:
-    """README.md and the pages in docs/results that have blocks, by path, with the
-    blocks filled in.
-    """
+    """README.md and the pages in docs/results that have blocks, by path, with them filled in."""
     found = {}
     contents = blocks()
+
+    def filled(match: re.Match[str]) -> str:
+        return f"{match[1]}\n{contents[match[2]]}\n\n{match[3]}"
+
+    # A page that names an unknown block is out of date.
     for path in [root / "README.md", *sorted((root / "docs" / "results").glob("*.md"))]:
         text = path.read_text(encoding="utf-8")
         names = [match[2] for match in BLOCK.finditer(text)]
@@ -124,9 +126,7 @@ def texts(root: Path) -> dict[Path, str]:
                 f"{path}: there is no block {', '.join(sorted(unknown))}; use {', '.join(contents)}"
             )
         if names:
-            found[path] = BLOCK.sub(
-                lambda match: f"{match[1]}\n{contents[match[2]]}\n\n{match[3]}", text
-            )
+            found[path] = BLOCK.sub(filled, text)
     return found
 
 
@@ -135,28 +135,31 @@ def figures(root: Path) -> dict[Path, bytes]:
     records = _read(*SWEEPS)
     scores = in_context_scores(records)
     (modes,) = mode_figures(_read(MODES))
-    drawings: dict[str, tuple[Callable[[Style], Figure], Style]] = {
-        "cost": (partial(cost_plot, costs(records), TRAIN_LENGTH), SCREEN),
-        "positions": (
-            partial(position_plot, position_differences(records, LONGEST), TRAIN_LENGTH),
-            SCREEN,
-        ),
-        "in-context": (partial(score_plot, scores[scores["pos_emb"] != NO_LOSS]), SCREEN),
-        "effective-lengths": (partial(effective_length_plot, records), SCREEN),
-        "modes": (modes.draw, replace(SCREEN, width=7.1, dpi=170)),
-        "recall": (partial(recall_plot, _recall(), RECALL_TRAIN_LENGTH), SCREEN),
-        "long-context": (_draw_long_context, SCREEN),
+    by_position = position_differences(records, LONGEST)
+    drawings: dict[str, Callable[[Style], Figure]] = {
+        "cost": partial(cost_plot, costs(records), TRAIN_LENGTH),
+        "positions": partial(position_plot, by_position, TRAIN_LENGTH),
+        "in-context": partial(score_plot, scores[scores["pos_emb"] != NO_LOSS]),
+        "effective-lengths": partial(effective_length_plot, records),
+        "modes": modes.draw,
+        "recall": partial(recall_plot, _recall(), RECALL_TRAIN_LENGTH),
+        "long-context": _draw_long_context,
     }
-    folder = root / "docs" / "results"
-    return {folder / f"{name}.png": render(draw, style) for name, (draw, style) in drawings.items()}
+
+    # The heat maps are wider.
+    styles = {"modes": replace(SCREEN, width=7.1, dpi=170)}
+    pictures = {}
+    for name, draw in drawings.items():
+        path = root / "docs" / "results" / f"{name}.png"
+        pictures[path] = render(draw, styles.get(name, SCREEN))
+    return pictures
 
 
 def _draw_long_context(style: Style) -> Figure:
     records = _read_long_context()
-    logs = {
-        (path.parent.name, int(path.parts[-3])): path
-        for path in LONG_CONTEXT.rglob("metrics.jsonl")
-    }
+    logs = {}
+    for path in LONG_CONTEXT.rglob("metrics.jsonl"):
+        logs[path.parent.name, int(path.parts[-3])] = path
     return long_context_plot(
         costs(records),
         position_differences(records, LONG_CONTEXT_LONGEST),
@@ -168,12 +171,17 @@ def _draw_long_context(style: Style) -> Figure:
 
 def blocks() -> dict[str, str]:
     """The content of each block by name."""
+    # The records of both experiments.
     records, long_context = _read(*SWEEPS), _read_long_context()
+    everything = [*_read(*SWEEPS, PILOT, MODES, DOCUMENTS), *long_context]
     full = [record for record in records if record["mode"] == "full"]
     found = costs(records)
-    differences = [
-        f"{table.title.split(', ')[1]}:\n\n{_markdown(table)}" for table in difference_tables(full)
-    ]
+    differences = []
+    for table in difference_tables(full):
+        corpus = table.title.split(", ")[1]
+        differences.append(f"{corpus}:\n\n{_markdown(table)}")
+    comparisons = comparison_table(long_context, LONG_CONTEXT_BASELINES)
+    by_length = differences_by_length(long_context, LONG_CONTEXT_BASELINES)
     return {
         "answer": _markdown(answer(long_context)),
         "comparisons": _markdown(comparison_table(records)),
@@ -183,24 +191,19 @@ def blocks() -> dict[str, str]:
         "perplexities": _markdown(perplexity_tables(full)[0]),
         "differences": "\n\n".join(differences),
         "resolutions": _markdown(resolution_tables(full)[0]),
-        "environments": "\n".join(
-            environments([*_read(*SWEEPS, PILOT, MODES, DOCUMENTS), *long_context])
-        ),
+        "environments": "\n".join(environments(everything)),
         "pilot": _markdown(pilot_table(_read(PILOT))),
         "recall": _markdown(recall_table(_recall())),
         "modes": _markdown(grouped(mode_tables(_read(MODES))[0])),
         "long-context-losses": _markdown(loss_table(long_context)),
-        "long-context-comparisons": _markdown(
-            comparison_table(long_context, LONG_CONTEXT_BASELINES)
-        ),
-        "long-context-differences": _markdown(
-            differences_by_length(long_context, LONG_CONTEXT_BASELINES)
-        ),
+        "long-context-comparisons": _markdown(comparisons),
+        "long-context-differences": _markdown(by_length),
     }
 
 
 def cost_table(found: DataFrame) -> Table:
     """The mean cost of extrapolation over the seeds, with its standard deviation."""
+    # A column per corpus and length.
     columns = found[["corpus", "length"]].drop_duplicates().itertuples(index=False)
     keys = sorted(map(tuple, columns), key=lambda key: (corpus_sort_key(key[0]), key[1]))
     values = found.groupby(["pos_emb", "corpus", "length"])["cost"].agg(["mean", "std"])
@@ -208,11 +211,10 @@ def cost_table(found: DataFrame) -> Table:
     for method in load_published("kerple-3").ordered(map(Method, found["pos_emb"].unique())):
         cells = []
         for corpus, length in keys:
-            key = method.pos_emb, corpus, length
-            known = key in values.index
-            cells.append(
-                Cell("{:+.3f} ± {:.3f}".format(*values.loc[key]) if known else NOT_MEASURED)
-            )
+            key, text = (method.pos_emb, corpus, length), NOT_MEASURED
+            if key in values.index:
+                text = "{:+.3f} ± {:.3f}".format(*values.loc[key])
+            cells.append(Cell(text))
         lines.append(Row((display_name(method),), tuple(cells)))
     headers = tuple(f"{corpus_name(corpus)}, {length:,}" for corpus, length in keys)
     return Table("costs", "Cost of extrapolation", ("method",), headers, tuple(lines))
@@ -231,11 +233,8 @@ def answer(long_context: Sequence[AnyRecord]) -> Table:
         change = changes[pos_emb, LONG_CONTEXT_LONGEST]
         cells = Cell(f"{near:.2f}"), Cell(f"{far:.2f}"), Cell(f"{change:+.2f}")
         lines.append(Row((display_name(Method(pos_emb)),), cells))
-    columns = (
-        f"{LONG_CONTEXT_TRAIN_LENGTH:,}",
-        f"{LONG_CONTEXT_LONGEST:,}",
-        "change by keys beyond 512",
-    )
+    lengths = map(format_length, (LONG_CONTEXT_TRAIN_LENGTH, LONG_CONTEXT_LONGEST))
+    columns = (*lengths, "change by keys beyond 512")
     return Table("answer", "Answer", ("trained at 512 tokens, loss at",), columns, tuple(lines))
 
 
@@ -245,9 +244,10 @@ def context_facts(found: DataFrame, scores: DataFrame) -> str:
     used = found[found["cost"] < -USED]
     names = []
     for row in used.itertuples():
-        names.append(
-            f"{display_name(Method(row.pos_emb))} at {row.length:,} on {corpus_name(row.corpus)}"
-        )
+        name, corpus = display_name(Method(row.pos_emb)), corpus_name(row.corpus)
+        names.append(f"{name} at {row.length:,} on {corpus}")
+
+    # The variation of runs of one method.
     own = scores[(scores["corpus"] == "debian_c") & (scores["pos_emb"] != NO_LOSS)]
     within = own[["score", "loss"]] - own.groupby("pos_emb")[["score", "loss"]].transform("mean")
     return (
@@ -260,67 +260,59 @@ def context_facts(found: DataFrame, scores: DataFrame) -> str:
 
 def pilot_table(records: Iterable[AnyRecord]) -> Table:
     """The loss of each setting, and its difference from that of log with factor 1."""
-    losses = PairedLosses(
-        records := [record for record in records if record["kind"] == "extrapolation"]
-    )
-
-    def key(record: AnyRecord) -> Any:
-        return setting_of(record), method_of(record), record["length"]
-
-    (base,) = [key(record) for record in records if record["pos_emb"] == "kerple_log (log)"]
+    records = [record for record in records if record["kind"] == "extrapolation"]
+    losses = PairedLosses(records)
+    (base,) = [record for record in records if record["pos_emb"] == "kerple_log (log)"]
     lines = []
     for record in sorted(records, key=lambda record: record["loss"]):
-        cells = (
-            f"{record['loss']:.4f} ± {record['stderr']:.4f}",
-            format_number(record["perplexity"]),
-        )
-        difference = "" if key(record) == base else losses.text(key(record), base)
+        loss = f"{record['loss']:.4f} ± {record['stderr']:.4f}"
+        difference = ""
+        if record is not base:
+            difference = losses.text(_key(record), _key(base))
+        texts = loss, format_number(record["perplexity"]), difference
         name = Path(record["checkpoint"]["path"]).parent.name
-        lines.append(Row((name,), tuple(map(Cell, (*cells, difference)))))
-    return Table(
-        "pilot", "Pilot", ("setting",), ("loss", "perplexity", "minus `log`"), tuple(lines)
-    )
+        lines.append(Row((name,), tuple(map(Cell, texts))))
+    columns = ("loss", "perplexity", "minus `log`")
+    return Table("pilot", "Pilot", ("setting",), columns, tuple(lines))
+
+
+def _key(record: AnyRecord) -> Key:
+    """The cell of `PairedLosses` that a record is in."""
+    return setting_of(record), method_of(record), record["length"]
 
 
 def documents_table(records: Iterable[AnyRecord]) -> Table:
-    """The losses of models trained with and without document masks by mode and length, and their
-    paired differences.
-    """
-    losses = PairedLosses(
-        records := [record for record in records if record["kind"] == "extrapolation"]
-    )
-    by_key: dict[tuple[str, str, int], list[AnyRecord]] = {}  # the records of all seeds
+    """The losses with and without document masks by mode and length, and their differences."""
+    # The records of all seeds, by method, mode and length.
+    records = [record for record in records if record["kind"] == "extrapolation"]
+    losses = PairedLosses(records)
+    by_key: dict[tuple[str, str, int], list[AnyRecord]] = {}
     for record in records:
         by_key.setdefault((record["pos_emb"], record["mode"], record["length"]), []).append(record)
+
+    # Three rows per method and mode.
     lengths = sorted({record["length"] for record in records})
     lines: list[Row | Section] = []
-    for pos_emb, mode in itertools.product(
-        ("kerple_log", "alibi"), ("full", f"window@{TRAIN_LENGTH}")
-    ):
-        pairs = []
+    modes = ("full", f"window@{TRAIN_LENGTH}")
+    for pos_emb, mode in itertools.product(("kerple_log", "alibi"), modes):
+        masked, unmasked, differences = [], [], []
         for length in lengths:
-            pairs.append(
-                [by_key[f"{pos_emb} ({name})", mode, length] for name in ("documents", "rows")]
-            )
-        keys = [
-            [(setting_of(seeds[0]), method_of(seeds[0]), seeds[0]["length"]) for seeds in pair]
-            for pair in pairs
-        ]
+            documents = by_key[f"{pos_emb} (documents)", mode, length]
+            rows = by_key[f"{pos_emb} (rows)", mode, length]
+            masked.append(_mean_loss(documents))
+            unmasked.append(_mean_loss(rows))
+            differences.append(Cell(losses.text(_key(documents[0]), _key(rows[0]))))
         lines.append(Section(display_name(Method(pos_emb, mode))))
-        lines.append(Row(("masks",), tuple(_mean_loss(masked) for masked, _ in pairs)))
-        lines.append(Row(("no masks",), tuple(_mean_loss(rows) for _, rows in pairs)))
-        lines.append(Row(("difference",), tuple(Cell(losses.text(*pair)) for pair in keys)))
-    return Table(
-        "documents",
-        "Document masks",
-        ("training",),
-        tuple(f"{length:,}" for length in lengths),
-        tuple(lines),
-    )
+        lines.append(Row(("masks",), tuple(masked)))
+        lines.append(Row(("no masks",), tuple(unmasked)))
+        lines.append(Row(("difference",), tuple(differences)))
+    columns = tuple(map(format_length, lengths))
+    return Table("documents", "Document masks", ("training",), columns, tuple(lines))
 
 
 def _mean_loss(records: Iterable[AnyRecord]) -> Cell:
-    return Cell(f"{statistics.fmean(record['loss'] for record in records):.3f}")
+    mean = statistics.fmean(record["loss"] for record in records)
+    return Cell(f"{mean:.3f}")
 
 
 def loss_table(records: Iterable[AnyRecord]) -> Table:
@@ -333,38 +325,31 @@ def loss_table(records: Iterable[AnyRecord]) -> Table:
         if runs.empty:
             continue
         means = runs.groupby("length")["value"].mean()
-        labels = (
-            display_name(Method(pos_emb)),
-            str(runs["seed"].nunique()),
-            "all" if mode == "full" else mode,
-        )
+        keys = {"full": "all"}.get(mode, mode)
+        labels = display_name(Method(pos_emb)), str(runs["seed"].nunique()), keys
         lines.append(Row(labels, tuple(Cell(f"{means[length]:.3f}") for length in lengths)))
-    columns = tuple(f"{length:,}" for length in lengths)
+    columns = tuple(map(format_length, lengths))
     return Table("losses", "Losses", ("method", "seeds", "keys"), columns, tuple(lines))
 
 
 def recall_table(frame: DataFrame) -> Table:
-    """The recall of each method from the training length on: mean, lowest and highest of the seeds
-    in percent.
-    """
-    distances = [
-        distance
-        for distance in sorted(frame["distance"].unique())
-        if distance >= RECALL_TRAIN_LENGTH // 2
-    ]
+    """The recall of each method by distance in percent: mean, lowest and highest of the seeds."""
+    distances = sorted(frame[frame["distance"] >= RECALL_TRAIN_LENGTH // 2]["distance"].unique())
     lines = []
     for pos_emb in RECALL_METHODS:
         runs = frame[frame["pos_emb"] == pos_emb]
         if runs.empty:
             continue
+
+        # The accuracy at the training length, then the recall by distance.
         columns = [runs.groupby("seed")["trained"].first()]
         columns += [runs[runs["distance"] == distance]["recall"] for distance in distances]
-        cells = [
-            Cell(f"{100 * c.mean():.1f} ({100 * c.min():.0f}–{100 * c.max():.0f})") for c in columns
-        ]
-        lines.append(
-            Row((display_name(Method(pos_emb)), str(runs["seed"].nunique())), tuple(cells))
-        )
+        cells = []
+        for column in columns:
+            percent = 100 * column
+            cells.append(Cell(f"{percent.mean():.1f} ({percent.min():.0f}–{percent.max():.0f})"))
+        labels = display_name(Method(pos_emb)), str(runs["seed"].nunique())
+        lines.append(Row(labels, tuple(cells)))
     headers = ("accuracy at 64", *(f"{distance:,}–{2 * distance - 1:,}" for distance in distances))
     return Table("recall", "Recall by distance", ("method", "seeds"), headers, tuple(lines))
 
@@ -387,24 +372,24 @@ def environments(records: Iterable[AnyRecord]) -> list[str]:
     found: dict[str, dict[str, None]] = {}
     for record in records:
         if entry := record["environment"]:
-            commit, _, suffix = entry["commit"].partition("-")
-            short = f"{commit[:8]}-{suffix}" if suffix else commit[:8]
-            found.setdefault(f"{entry['machine']}, {entry['versions']}", {})[short] = None
-    return [
-        escape_markdown(f"- {machine}: {', '.join(commits)}") for machine, commits in found.items()
-    ]
+            commit, dash, suffix = entry["commit"].partition("-")
+            place = f"{entry['machine']}, {entry['versions']}"
+            found.setdefault(place, {})[commit[:8] + dash + suffix] = None
+    lines = []
+    for place, commits in found.items():
+        lines.append(escape_markdown(f"- {place}: {', '.join(commits)}"))
+    return lines
 
 
 def _markdown(table: Table) -> str:
-    """The table without heading and notes, and without marks of the best values and of significant
-    differences.
-    """
+    """The table without heading, notes, and marks of the best and of significant values."""
     lines: list[Row | Section] = []
     for line in table.lines:
         if isinstance(line, Row):
             line = replace(line, cells=tuple(Cell(cell.text) for cell in line.cells))
         lines.append(line)
-    return markdown(replace(table, lines=tuple(lines), notes=())).partition("\n\n")[2].rstrip()
+    _, _, text = markdown(replace(table, lines=tuple(lines), notes=())).partition("\n\n")
+    return text.rstrip()
 
 
 def _recall() -> DataFrame:

@@ -37,6 +37,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Write the pieces. Raises UserError if the dataset or its tokenizer cannot be read."""
     files = open_indexed_files(DATA / "debian_c_text_document")
     tokenizer = build_tokenizer("HFTokenizer", DATA / "tokenizer.json")
+
+    # Pieces of the first files, in random order.
     pieces: list[str] = []
     number, tokens = 0, 0
     while tokens < TOKENS:
@@ -46,8 +48,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         number += 1
     random.Random(SEED).shuffle(pieces)
     path = DATA / "pieces.jsonl"
-    write_atomically(path, "".join(json.dumps({"text": piece}) + "\n" for piece in pieces).encode())
+    lines = [json.dumps({"text": piece}) + "\n" for piece in pieces]
+    write_atomically(path, "".join(lines).encode())
     print(f"{path}: {len(pieces):,} pieces of {number:,} files")
+
+    # The validation and the test part as datasets of their own.
     for part in ("valid", "test"):
         first, last = part_span(SPLIT, part, files.sequences, files.prefix)
         with IndexedWriter(DATA / f"split_{part}", tokenizer.vocab_size) as writer:

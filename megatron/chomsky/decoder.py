@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from megatron.chomsky.experiment import TEST_SEED, Experiment, Result
 from megatron.chomsky.length_tasks import IGNORED, LENGTH_TASKS
+from megatron.chomsky.tasks import IntArray
 from megatron.config.schema.model import ModelConfig
 from megatron.model.gpt import GPT
 from megatron.model.settings import ModelSettings
@@ -54,20 +55,20 @@ class DecoderExperiment(Experiment):
     def correct_by_distance(self, length: int) -> dict[str, list[int]]:
         """`[correct targets, targets]` of the test samples by bin of the distance; see `Result`."""
         self.model.eval()
-        batch = self.task.sample(
-            np.random.default_rng([*self.random_seed(length), TEST_SEED]),
-            self.settings.test_samples,
-            length,
-        )
-        scored = batch.targets != IGNORED
-        predictions = []
-        for first in range(0, len(scored), max(1, TEST_TOKENS // length)):
-            rows = slice(first, first + max(1, TEST_TOKENS // length))
-            logits = self._logits(
-                batch.tokens[rows], torch.from_numpy(scored[rows]).to(self.device)
-            )
+        generator = np.random.default_rng([*self.random_seed(length), TEST_SEED])
+        batch = self.task.sample(generator, self.settings.test_samples, length)
+        scored = batch.targets != IGNORED  # [b, n]
+
+        # The predictions at the scored positions, for as many rows at once as TEST_TOKENS allows.
+        predictions, size = [], max(1, TEST_TOKENS // length)
+        for first in range(0, len(scored), size):
+            rows = slice(first, first + size)
+            mask = torch.from_numpy(scored[rows]).to(self.device)
+            logits = self._logits(batch.tokens[rows], mask)  # [scored, symbols]
             predictions.append(logits.argmax(dim=-1).cpu().numpy())
         correct = np.concatenate(predictions) == batch.targets[scored]
+
+        # Bins are from a power of 2 to the next.
         bins = np.log2(batch.distances[scored]).astype(np.int64)
         counts = {}
         for power in np.unique(bins):
@@ -75,12 +76,8 @@ class DecoderExperiment(Experiment):
             counts[str(1 << int(power))] = [int(in_bin.sum()), len(in_bin)]
         return counts
 
-    def _logits(
-        self, tokens: np.ndarray[tuple[int, ...], np.dtype[np.int64]], scored: Tensor
-    ) -> Tensor:
-        """The logits at the scored positions: tokens `[b, n]`, scored bool `[b, n]` -> float32
-        `[scored, symbols]`.
-        """
+    def _logits(self, tokens: IntArray, scored: Tensor) -> Tensor:
+        """Tokens `[b, n]`, scored bool `[b, n]` -> logits there, float32 `[scored, symbols]`."""
         model = cast(GPT, self.model)
         hidden = model.hidden(torch.from_numpy(tokens).to(self.device))
         return model.logits(hidden[scored]).float()

@@ -155,9 +155,7 @@ class Experiment:
         raise NotImplementedError
 
     def test(self, report: Callable[[int, int], None]) -> Result:
-        """The accuracy at every test length. Calls `report(number of lengths tested, length)` after
-        each.
-        """
+        """The accuracy at every test length. Calls `report(lengths tested, length)` after each."""
         accuracies = {}
         for tested, length in enumerate(self.settings.test_lengths, start=1):
             accuracies[str(length)] = self.accuracy(length)
@@ -264,9 +262,7 @@ def mean_beyond(accuracies: Mapping[str, float], longest: int) -> float:
 
 
 def read_chomsky_results(path: Path, settings: ExperimentSettings) -> list[Result]:
-    """The results of earlier runs; none if the file does not exist. Raises UserError if the
-    settings differ.
-    """
+    """The results of earlier runs, none without a file. Raises UserError if the settings differ."""
     if not path.exists():
         return []
     try:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
+from numpy.random import Generator
 
 from megatron.chomsky.tasks import IntArray
 
@@ -48,7 +49,7 @@ class LengthBatch(NamedTuple):
     distances: IntArray
 
 
-Draw = Callable[[np.random.Generator, int, int], LengthBatch]
+Draw = Callable[[Generator, int, int], LengthBatch]
 
 
 @dataclass(frozen=True)
@@ -77,16 +78,15 @@ def _task(symbols: int, shortest: int, choices: int) -> Callable[[Draw], Draw]:
     """Register a function as the task of its name. choices: the number of possible answers."""
 
     def register(draw: Draw) -> Draw:
-        LENGTH_TASKS[draw.__name__] = LengthTask(
-            draw.__name__, symbols, shortest, 1 / choices, draw
-        )
+        name = draw.__name__
+        LENGTH_TASKS[name] = LengthTask(name, symbols, shortest, 1 / choices, draw)
         return draw
 
     return register
 
 
 @_task(LETTERS + 2, 3, LETTERS)
-def copying(generator: np.random.Generator, samples: int, length: int) -> LengthBatch:
+def copying(generator: Generator, samples: int, length: int) -> LengthBatch:
     """BEGIN, m = (length - 1) // 2 letters, COPY, and the same letters again except the last; from
     COPY on, the next letter is to be predicted.
 
@@ -96,15 +96,17 @@ def copying(generator: np.random.Generator, samples: int, length: int) -> Length
     """
     count = (length - 1) // 2
     letters = generator.integers(0, LETTERS, (samples, count))
-    begin, copy = np.full((samples, 1), BEGIN), np.full((samples, 1), COPY)
-    tokens = np.concatenate((begin, letters, copy, letters[:, :-1]), axis=1)
-    targets, distances = _unscored(tokens)
-    targets[:, count + 1 :], distances[:, count + 1 :] = letters, count + 1
-    return LengthBatch(tokens, targets, distances)
+    tokens = np.empty((samples, 2 * count + 1), dtype=np.int64)
+    tokens[:, 0], tokens[:, count + 1] = BEGIN, COPY
+    tokens[:, 1 : count + 1], tokens[:, count + 2 :] = letters, letters[:, :-1]
+    batch = _unscored(tokens)
+    batch.targets[:, count + 1 :] = letters
+    batch.distances[:, count + 1 :] = count + 1
+    return batch
 
 
 @_task(ORDINARY + 1, 3, ORDINARY)
-def induction(generator: np.random.Generator, samples: int, length: int) -> LengthBatch:
+def induction(generator: Generator, samples: int, length: int) -> LengthBatch:
     """Random symbols with MARK at a random place and at the end; the symbol that followed the first
     MARK is to be predicted at the second.
 
@@ -115,13 +117,14 @@ def induction(generator: np.random.Generator, samples: int, length: int) -> Leng
     tokens = generator.integers(0, ORDINARY, (samples, length))
     rows, places = np.arange(samples), generator.integers(0, length - 2, samples)
     tokens[rows, places] = tokens[:, -1] = MARK
-    targets, distances = _unscored(tokens)
-    targets[:, -1], distances[:, -1] = tokens[rows, places + 1], length - 1 - places
-    return LengthBatch(tokens, targets, distances)
+    batch = _unscored(tokens)
+    batch.targets[:, -1] = tokens[rows, places + 1]
+    batch.distances[:, -1] = length - 1 - places
+    return batch
 
 
 @_task(KEYS + VALUES + RECALL_NOISE, 4 * PAIRS, VALUES)
-def associative_recall(generator: np.random.Generator, samples: int, length: int) -> LengthBatch:
+def associative_recall(generator: Generator, samples: int, length: int) -> LengthBatch:
     """Multi-query associative recall: PAIRS pairs of a key and a value, followed by each key once
     more at an even distance from the end of the pairs; its value is to be predicted there. Other
     tokens are noise.
@@ -138,20 +141,21 @@ def associative_recall(generator: np.random.Generator, samples: int, length: int
     tokens = KEYS + VALUES + generator.integers(0, RECALL_NOISE, (samples, length))
     tokens[:, : 2 * PAIRS : 2], tokens[:, 1 : 2 * PAIRS : 2] = keys, values
     count = (length - 2 * PAIRS) // 2
+
     # The first arrivals of exponential variables with these rates are successive draws without
     # replacement.
     rates = np.arange(1, count + 1) ** (QUERY_POWER - 1)
     arrivals = generator.exponential(size=(samples, count)) / rates
     places = 2 * PAIRS + 2 * np.argsort(arrivals, axis=1)[:, :PAIRS]
-    targets, distances = _unscored(tokens)
+    batch = _unscored(tokens)
     np.put_along_axis(tokens, places, keys, axis=1)
-    np.put_along_axis(targets, places, values, axis=1)
-    np.put_along_axis(distances, places, places - 2 * np.arange(PAIRS), axis=1)
-    return LengthBatch(tokens, targets, distances)
+    np.put_along_axis(batch.targets, places, values, axis=1)
+    np.put_along_axis(batch.distances, places, places - 2 * np.arange(PAIRS), axis=1)
+    return batch
 
 
 @_task(FIRST_NOISE + TRACKING_NOISE, 3 * CHAINS * (HOPS + 1) + HOPS + 2, NAMES)
-def variable_tracking(generator: np.random.Generator, samples: int, length: int) -> LengthBatch:
+def variable_tracking(generator: Generator, samples: int, length: int) -> LengthBatch:
     """Assignments `VAR name source` among noise; then ASK, a number, and the variables with this
     value in order, which are to be predicted from the number on.
 
@@ -161,42 +165,46 @@ def variable_tracking(generator: np.random.Generator, samples: int, length: int)
     of their chain; chains are interleaved. RULER has one chain of 4 hops by default, and repeats
     one sentence as noise. The key of a target is the source of the assignment to it.
     """
+    # Names and numbers of the chains, and the order of the statements.
     steps = HOPS + 1
     statements, rows = CHAINS * steps, np.arange(samples)[:, None]
-    names = FIRST_NAME + _distinct(generator, samples, NAMES, statements).reshape(
-        samples, CHAINS, steps
-    )
+    names = FIRST_NAME + _distinct(generator, samples, NAMES, statements)
+    names = names.reshape(samples, CHAINS, steps)
     numbers = FIRST_NUMBER + _distinct(generator, samples, NUMBERS, CHAINS)
-    chain = generator.permuted(np.tile(np.repeat(np.arange(CHAINS), steps), (samples, 1)), axis=1)
+    in_order = np.repeat(np.arange(CHAINS), steps)
+    chain = generator.permuted(np.tile(in_order, (samples, 1)), axis=1)
     step = np.zeros_like(chain)
     for index in range(CHAINS):
         step += (chain == index) * (np.cumsum(chain == index, axis=1) - 1)
 
+    # The statements at random places of the noise.
     tokens = FIRST_NOISE + generator.integers(0, TRACKING_NOISE, (samples, length))
     context = length - HOPS - 2
-    slots = np.sort(_distinct(generator, samples, context - 2 * statements, statements), axis=1)
+    slots = _distinct(generator, samples, context - 2 * statements, statements)
+    slots.sort(axis=1)
     places = slots + 2 * np.arange(statements)  # an assignment takes three tokens, but one slot
     np.put_along_axis(tokens, places, VAR, axis=1)
     np.put_along_axis(tokens, places + 1, names[rows, chain, step], axis=1)
     source = np.where(step == 0, numbers[rows, chain], names[rows, chain, step - 1])
     np.put_along_axis(tokens, places + 2, source, axis=1)
 
+    # The question at the end, and the sources of the answers.
     asked = generator.integers(0, CHAINS, samples)
     answer = names[rows[:, 0], asked]
     tokens[:, context], tokens[:, context + 1] = ASK, numbers[rows[:, 0], asked]
     tokens[:, context + 2 :] = answer[:, :-1]
-    targets, distances = _unscored(tokens)
-    targets[:, context + 1 :] = answer
+    batch = _unscored(tokens)
+    batch.targets[:, context + 1 :] = answer
     keys = (places + 2)[chain == asked[:, None]].reshape(samples, steps)
-    distances[:, context + 1 :] = np.arange(context + 1, length) - keys
-    return LengthBatch(tokens, targets, distances)
+    batch.distances[:, context + 1 :] = np.arange(context + 1, length) - keys
+    return batch
 
 
-def _distinct(generator: np.random.Generator, samples: int, choices: int, count: int) -> IntArray:
+def _distinct(generator: Generator, samples: int, choices: int, count: int) -> IntArray:
     """`count` different numbers below `choices` in random order, `[b, count]`."""
     return np.argsort(generator.random((samples, choices)), axis=1)[:, :count]
 
 
-def _unscored(tokens: IntArray) -> tuple[IntArray, IntArray]:
-    """Targets and distances `[b, n]` without scored positions."""
-    return np.full_like(tokens, IGNORED), np.zeros_like(tokens)
+def _unscored(tokens: IntArray) -> LengthBatch:
+    """A batch without scored positions."""
+    return LengthBatch(tokens, np.full_like(tokens, IGNORED), np.zeros_like(tokens))

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import numpy as np
+from numpy.random import Generator
 
 Level = Literal["regular", "context-free", "context-sensitive"]
 IntArray = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
@@ -39,7 +40,8 @@ class Batch(NamedTuple):
     counted: BoolArray
 
 
-Draw = Callable[[np.random.Generator, int, int], tuple[IntArray, IntArray]]
+Drawn = tuple[IntArray, IntArray]  # inputs and targets
+Draw = Callable[[Generator, int, int], Drawn]
 
 
 @dataclass(frozen=True)
@@ -67,11 +69,13 @@ class Task:
     odd_only: bool = False
     ended: bool = False
 
-    def sample(self, generator: np.random.Generator, samples: int, length: int) -> Batch:
+    def sample(self, generator: Generator, samples: int, length: int) -> Batch:
         """A batch with inputs of this length, at least 1 (or of one less, see `odd_only`)."""
         if self.odd_only and length % 2 == 0:
             length -= 1
         inputs, targets = self.draw(generator, samples, length)
+
+        # Targets after the first END do not count.
         counted = np.ones(targets.shape, dtype=np.bool_)
         if self.ended:
             counted = np.cumsum(targets == END, axis=1) - (targets == END) == 0
@@ -94,15 +98,13 @@ def _task(
 
     def register(draw: Draw) -> Draw:
         name = draw.__name__
-        TASKS[name] = Task(
-            name, level, symbols, classes, output_length, draw, odd_only=odd_only, ended=ended
-        )
+        TASKS[name] = Task(name, level, symbols, classes, output_length, draw, odd_only, ended)
         return draw
 
     return register
 
 
-def _bits(generator: np.random.Generator, samples: int, length: int) -> IntArray:
+def _bits(generator: Generator, samples: int, length: int) -> IntArray:
     return generator.integers(0, 2, (samples, length))
 
 
@@ -110,9 +112,7 @@ def _bits(generator: np.random.Generator, samples: int, length: int) -> IntArray
 
 
 @_task("regular", 2, 2)
-def even_pairs(
-    generator: np.random.Generator, samples: int, length: int
-) -> tuple[IntArray, IntArray]:
+def even_pairs(generator: Generator, samples: int, length: int) -> Drawn:
     """0 if the number of adjacent symbols that differ is even, otherwise 1. (Equivalently: do the
     first and last symbol differ?)
     """
@@ -121,36 +121,33 @@ def even_pairs(
 
 
 @_task("regular", MODULUS + 3, MODULUS, odd_only=True)
-def modular_arithmetic_simple(
-    generator: np.random.Generator, samples: int, length: int
-) -> tuple[IntArray, IntArray]:
+def modular_arithmetic_simple(generator: Generator, samples: int, length: int) -> Drawn:
     """The value modulo 5 of digits joined by +, - and *, with the usual precedence."""
     digits = generator.integers(0, MODULUS, (samples, length // 2 + 1))
     signs = generator.integers(PLUS, TIMES + 1, (samples, length // 2))
     strings = np.empty((samples, length), dtype=np.int64)
     strings[:, ::2], strings[:, 1::2] = digits, signs
+
+    # From left to right: the sum of all products before the current one.
     total, product = np.zeros(samples, dtype=np.int64), digits[:, 0].copy()
     for index in range(length // 2):
         sign, digit = signs[:, index], digits[:, index + 1]
         times = sign == TIMES
         total += np.where(times, 0, product)
-        product = np.where(times, product * digit, np.where(sign == MINUS, -digit, digit)) % MODULUS
+        signed = np.where(sign == MINUS, -digit, digit)
+        product = np.where(times, product * digit, signed) % MODULUS
     return strings, ((total + product) % MODULUS)[:, None]
 
 
 @_task("regular", 2, 2)
-def parity_check(
-    generator: np.random.Generator, samples: int, length: int
-) -> tuple[IntArray, IntArray]:
+def parity_check(generator: Generator, samples: int, length: int) -> Drawn:
     """Is the number of ones odd?"""
     strings = _bits(generator, samples, length)
     return strings, strings.sum(axis=1, keepdims=True) % 2
 
 
 @_task("regular", 3, MODULUS)
-def cycle_navigation(
-    generator: np.random.Generator, samples: int, length: int
-) -> tuple[IntArray, IntArray]:
+def cycle_navigation(generator: Generator, samples: int, length: int) -> Drawn:
     """The final position on a cycle of five. Steps: 0 back, 1 stay, 2 forward."""
     steps = generator.integers(0, 3, (samples, length))
     return steps, (steps - 1).sum(axis=1, keepdims=True) % MODULUS
@@ -160,16 +157,14 @@ def cycle_navigation(
 
 
 @_task("context-free", 5, 3, lambda n: n + 1, ended=True)
-def stack_manipulation(
-    generator: np.random.Generator, samples: int, length: int
-) -> tuple[IntArray, IntArray]:
+def stack_manipulation(generator: Generator, samples: int, length: int) -> Drawn:
     """Input: a stack of bits, bottom first, then actions (2 pop, 3 push 0, 4 push 1). Output: the
     final stack, top first, then END. A pop from an empty stack does nothing.
     """
-    strings, targets = (
-        _bits(generator, samples, length),
-        np.zeros((samples, length + 1), dtype=np.int64),
-    )
+    strings = _bits(generator, samples, length)
+    targets = np.zeros((samples, length + 1), dtype=np.int64)
+
+    # Stacks of random depths; actions fill the rest of the string.
     depths = generator.integers(1, max(length, 2), samples)
     actions = generator.integers(POP, PUSH + 2, (samples, length))
     for row, depth in enumerate(depths):
@@ -185,29 +180,25 @@ def stack_manipulation(
 
 
 @_task("context-free", 2, 2, lambda n: n)
-def reverse_string(
-    generator: np.random.Generator, samples: int, length: int
-) -> tuple[IntArray, IntArray]:
+def reverse_string(generator: Generator, samples: int, length: int) -> Drawn:
     """The reversed string."""
     strings = _bits(generator, samples, length)
     return strings, strings[:, ::-1]
 
 
 @_task("context-free", MODULUS + 5, MODULUS)
-def modular_arithmetic(
-    generator: np.random.Generator, samples: int, length: int
-) -> tuple[IntArray, IntArray]:
+def modular_arithmetic(generator: Generator, samples: int, length: int) -> Drawn:
     """The value modulo 5 of an expression of digits, brackets, +, * and - (also as a sign)."""
-    expressions = [_expression(generator, length, (PLUS, MINUS, TIMES)) for _ in range(samples)]
-    return np.array([tokens for tokens, _ in expressions]), np.array(
-        [[value] for _, value in expressions]
-    )
+    strings, values = [], []
+    for _ in range(samples):
+        tokens, value = _expression(generator, length, (PLUS, MINUS, TIMES))
+        strings.append(tokens)
+        values.append([value])
+    return np.array(strings), np.array(values)
 
 
 @_task("context-free", MODULUS + 7, MODULUS)
-def solve_equation(
-    generator: np.random.Generator, samples: int, length: int
-) -> tuple[IntArray, IntArray]:
+def solve_equation(generator: Generator, samples: int, length: int) -> Drawn:
     """Input: an expression as in `modular_arithmetic`, but without *, with one digit replaced by
     UNKNOWN, `=` and its value. Output: the digit, the first one after a random place. Inputs of
     fewer than three tokens are zeros, as are their outputs.
@@ -217,6 +208,8 @@ def solve_equation(
     equations, solutions = [], []
     for _ in range(samples):
         tokens, value = _expression(generator, length - 2, (PLUS, MINUS))
+
+        # Hide the first digit after a random place.
         place = int(generator.integers(len(tokens)))
         while tokens[place] >= MODULUS:
             place = (place + 1) % len(tokens)
@@ -226,9 +219,7 @@ def solve_equation(
     return np.array(equations), np.array(solutions)
 
 
-def _expression(
-    generator: np.random.Generator, length: int, signs: tuple[int, ...]
-) -> tuple[list[int], int]:
+def _expression(generator: Generator, length: int, signs: tuple[int, ...]) -> tuple[list[int], int]:
     """An expression of `length` tokens and its value modulo 5: a digit, -digit, (digit), (-digit)
     or (expression sign expression), with one of these signs.
     """
@@ -255,23 +246,20 @@ def _expression(
 
 
 @_task("context-sensitive", 2, 2, lambda n: 2 * n)
-def duplicate_string(
-    generator: np.random.Generator, samples: int, length: int
-) -> tuple[IntArray, IntArray]:
+def duplicate_string(generator: Generator, samples: int, length: int) -> Drawn:
     """The string twice."""
     strings = _bits(generator, samples, length)
     return strings, np.concatenate((strings, strings), axis=1)
 
 
 @_task("context-sensitive", 4, 2)
-def missing_duplicate(
-    generator: np.random.Generator, samples: int, length: int
-) -> tuple[IntArray, IntArray]:
+def missing_duplicate(generator: Generator, samples: int, length: int) -> Drawn:
     """Input: a string twice, with one symbol hidden (2), and a 3 if the length is odd. Output: the
     hidden symbol.
     """
     if length == 1:
-        return np.ones((samples, 1), dtype=np.int64), np.ones((samples, 1), dtype=np.int64)
+        ones = np.ones((samples, 1), dtype=np.int64)
+        return ones, ones.copy()
     half = _bits(generator, samples, length // 2)
     strings = np.concatenate((half, half, np.full((samples, length % 2), 3)), axis=1)
     rows, hidden = np.arange(samples), generator.integers(0, 2 * half.shape[1], samples)
@@ -281,9 +269,7 @@ def missing_duplicate(
 
 
 @_task("context-sensitive", 2, 2, lambda n: n)
-def odds_first(
-    generator: np.random.Generator, samples: int, length: int
-) -> tuple[IntArray, IntArray]:
+def odds_first(generator: Generator, samples: int, length: int) -> Drawn:
     """The second, fourth, sixth ... symbol, followed by the first, third ... This is the order of
     the benchmark's code, which counts from 0; its description says the opposite.
     """
@@ -292,9 +278,7 @@ def odds_first(
 
 
 @_task("context-sensitive", 3, 3, lambda n: n + 1, ended=True)
-def binary_addition(
-    generator: np.random.Generator, samples: int, length: int
-) -> tuple[IntArray, IntArray]:
+def binary_addition(generator: Generator, samples: int, length: int) -> Drawn:
     """Input: two numbers above 0 separated by 2, least significant bit first. Output: their sum in
     the same order, then END. Inputs of fewer than three tokens are one number, which is the output.
     """
@@ -302,9 +286,7 @@ def binary_addition(
 
 
 @_task("context-sensitive", 3, 3, lambda n: n, ended=True)
-def binary_multiplication(
-    generator: np.random.Generator, samples: int, length: int
-) -> tuple[IntArray, IntArray]:
+def binary_multiplication(generator: Generator, samples: int, length: int) -> Drawn:
     """Like `binary_addition`, but with the product. The output is 0 for inputs of two tokens, and
     empty for one.
     """
@@ -312,8 +294,8 @@ def binary_multiplication(
 
 
 def _calculation(
-    generator: np.random.Generator, samples: int, length: int, operation: Callable[[int, int], int]
-) -> tuple[IntArray, IntArray]:
+    generator: Generator, samples: int, length: int, operation: Callable[[int, int], int]
+) -> Drawn:
     # A product and END are at most as long as the input, a sum and END at most one longer.
     product = operation is operator.mul
     strings = np.empty((samples, length), dtype=np.int64)
@@ -337,7 +319,7 @@ def _calculation(
     return strings, targets
 
 
-def _above_zero(generator: np.random.Generator, width: int) -> int:
+def _above_zero(generator: Generator, width: int) -> int:
     """A uniform number from 1 to 2^width - 1."""
     while True:
         number = int.from_bytes(generator.bytes(-(-width // 8)), "little") >> (-width % 8)
@@ -351,9 +333,7 @@ def _digits(number: int, width: int = 1) -> list[int]:
 
 
 @_task("context-sensitive", 2, 2, lambda n: math.ceil(n / 2))
-def compute_sqrt(
-    generator: np.random.Generator, samples: int, length: int
-) -> tuple[IntArray, IntArray]:
+def compute_sqrt(generator: Generator, samples: int, length: int) -> Drawn:
     """The integer part of the square root of a number above 0, both most significant bit first."""
     numbers = [_above_zero(generator, length) for _ in range(samples)]
     width = math.ceil(length / 2)
@@ -363,9 +343,7 @@ def compute_sqrt(
 
 
 @_task("context-sensitive", 5, 5, lambda n: n)
-def bucket_sort(
-    generator: np.random.Generator, samples: int, length: int
-) -> tuple[IntArray, IntArray]:
+def bucket_sort(generator: Generator, samples: int, length: int) -> Drawn:
     """The symbols 0 to 4 of the string, sorted."""
     strings = generator.integers(0, 5, (samples, length))
     return strings, np.sort(strings, axis=1)

@@ -24,9 +24,7 @@ TRAIN_COMMAND = [str(ROOT / "kerple_command.py"), "train"]
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run deepy.py with these command-line arguments; returns the exit status of the script. Raises
-    UserError.
-    """
+    """Run deepy.py with these arguments; returns the exit status. Raises UserError."""
     return launcher.main(argv, check_script)
 
 

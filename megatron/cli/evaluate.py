@@ -6,7 +6,6 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -43,7 +42,6 @@ from megatron.evaluation.records import Checkpoint, Provenance, Record
 from megatron.evaluation.results_file import ResultsFile
 from megatron.evaluation.runner import LOSS_NOTE, EvalTask, run_eval_tasks
 from megatron.evaluation.text import Text, check_range, corpus_name, evaluation_text
-from megatron.model.gpt import GPT
 from megatron.preparation.documents import DocumentOptions
 from megatron.preparation.encoding import encode_chunks
 from megatron.preparation.input_files import file_format, find_files
@@ -143,11 +141,26 @@ def _evaluate(
     tokenizer = _build_tokenizer(models, config, options, report)
     text = _read_text(config, tokenizer, options)
     prompts = Prompts(tokenizer) if options.passkey and tokenizer is not None else None
-    planned, not_measured = _plan(models, text, prompts, options, report)
-    records = list(not_measured)
-    for task in chain.from_iterable(planned):
-        records += task.planned
-    measurements(records, "extrapolation", "loss")  # rejects checkpoints of one method and seed
+
+    # The tasks of each model, and the records of the modes that it does not support.
+    planned: list[list[EvalTask]] = []
+    not_measured: list[Record] = []
+    records: list[Record] = []
+    configs = [model.saved for model in models]
+    supported = supported_modes(configs, options.modes, skip_unsupported=options.skip_unsupported)
+    for model, (modes, unsupported) in zip(models, supported, strict=True):
+        source = model.provenance
+        tasks = plan_tasks(text, prompts, [mode.name for mode in modes], source, options)
+        planned.append(tasks)
+        for task in tasks:
+            records += task.planned
+        for name, reason in unsupported.items():
+            report(f"{source.pos_emb}: inference mode {name} {reason} (n/a in the report)")
+            for loss_task in plan_losses(text, [name], source, options):
+                not_measured += loss_task.not_measured(reason)
+
+    # Rejects two checkpoints with the same method and seed.
+    measurements([*records, *not_measured], "extrapolation", "loss")
 
     # Measure one model after the other.
     results = ResultsFile(output, [model.fingerprint for model in models], replace=options.replace)
@@ -166,7 +179,20 @@ def _evaluate(
                 )
             if not missing:
                 continue  # without loading the model
-            loaded = _load_model(model.step, text, prompts, config, options, check=len(models) == 1)
+
+            # Invalid weights, or tokens without an embedding, would give meaningless losses.
+            loaded, _ = load(model.step, config, options, check=len(models) == 1)
+            for name, parameter in loaded.named_parameters():
+                if not torch.isfinite(parameter).all():
+                    raise UserError(
+                        f"{model.step}: weight {name} contains NaN or infinity, so no loss can be "
+                        "measured; choose an earlier checkpoint (--iteration N), or train again "
+                        "with a lower learning rate"
+                    )
+            vocab_size = loaded.settings.padded_vocab_size
+            text.check_ids(vocab_size)
+            if prompts is not None:
+                check_range(int(prompts.token_ids.min()), int(prompts.token_ids.max()), vocab_size)
             run_eval_tasks(
                 loaded,
                 [tasks[index] for index in missing],
@@ -185,68 +211,16 @@ def _evaluate(
                     results.add(record)
             for path in write_summary(results.records, output):
                 report(str(path))
-            _check_losses(results)
 
-
-def _plan(
-    models: Sequence[EvaluatedModel],
-    text: Text,
-    prompts: Prompts | None,
-    options: argparse.Namespace,
-    report: Callable[[str], None],
-) -> tuple[list[list[EvalTask]], list[Record]]:
-    """(the tasks of each model, the records of the modes that a model does not support)."""
-    planned: list[list[EvalTask]] = []
-    not_measured: list[Record] = []
-    configs = [model.saved for model in models]
-    supported = supported_modes(configs, options.modes, skip_unsupported=options.skip_unsupported)
-    for model, (modes, unsupported) in zip(models, supported, strict=True):
-        source = model.provenance
-        planned.append(plan_tasks(text, prompts, [mode.name for mode in modes], source, options))
-        for name, reason in unsupported.items():
-            report(f"{source.pos_emb}: inference mode {name} {reason} (n/a in the report)")
-            for task in plan_losses(text, [name], source, options):
-                not_measured += task.not_measured(reason)
-    return planned, not_measured
-
-
-def _load_model(
-    step: Path,
-    text: Text,
-    prompts: Prompts | None,
-    config: Config,
-    options: argparse.Namespace,
-    *,
-    check: bool,
-) -> GPT:
-    """The model. Raises UserError if it has invalid weights, or no embedding for a token of the
-    text or prompts.
-    """
-    model, _ = load(step, config, options, check=check)
-    for name, parameter in model.named_parameters():
-        if not torch.isfinite(parameter).all():
-            raise UserError(
-                f"{step}: weight {name} contains NaN or infinity, so no loss can be measured; "
-                "choose an earlier checkpoint (--iteration N), or train again with a lower "
-                "learning rate"
-            )
-    text.check_ids(model.settings.padded_vocab_size)
-    if prompts is not None:
-        ids = prompts.token_ids
-        check_range(int(ids.min()), int(ids.max()), model.settings.padded_vocab_size)
-    return model
-
-
-def _check_losses(results: ResultsFile) -> None:
-    """Raises UserError if a loss is NaN or infinite although all weights are finite, as with fp16
-    overflows.
-    """
-    for record in results.records:
-        if record["kind"] == "extrapolation" and str(record["note"]).startswith(LOSS_NOTE):
-            raise UserError(
-                f"{results.path}: {record['pos_emb']} {record['mode']} at {record['length']:,}: "
-                f"{record['note']} (n/a in the report); evaluate with --precision fp32"
-            )
+            # All weights are finite, but the computation can overflow, as in fp16.
+            for stored in results.records:
+                is_loss = stored["kind"] == "extrapolation"
+                if is_loss and str(stored["note"]).startswith(LOSS_NOTE):
+                    raise UserError(
+                        f"{results.path}: {stored['pos_emb']} {stored['mode']} at "
+                        f"{stored['length']:,}: {stored['note']} (n/a in the report); evaluate "
+                        "with --precision fp32"
+                    )
 
 
 def _missing_tasks(tasks: Sequence[EvalTask], results: ResultsFile) -> list[int]:
@@ -348,6 +322,7 @@ def _build_tokenizer(
     cannot be read and no option needs it. Raises UserError if one needs it, or a checkpoint has
     another one.
     """
+    # Losses need no tokenizer, only bits per byte and the options below.
     files = tokenizer_files(config, models[0].saved)
     try:
         tokenizer = files.build()
@@ -358,6 +333,8 @@ def _build_tokenizer(
         return None
     if config.checkpoint.allow_other_tokenizer:
         return tokenizer
+
+    # Checkpoints name their tokenizer, or else the files in their configuration do.
     for model in models:
         trained = trained_tokenizer(model.step)
         if trained is not None:

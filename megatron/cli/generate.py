@@ -194,9 +194,7 @@ def readable(records: Sequence[dict[str, Any]]) -> str:
 
 
 def read_prompts(path: str | Path, prompt_end: str) -> list[str]:
-    """The prompts in a UTF-8 file, see `split_prompts`. Raises UserError if it cannot be read or
-    has no prompt.
-    """
+    """The prompts in a UTF-8 file, see `split_prompts`. Raises UserError if there are none."""
     try:
         text = read_file(path, MAX_PROMPT_BYTES).decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -311,6 +309,8 @@ def _typed_prompts(prompt_end: str, marker: str) -> Iterator[str]:
         if not line:
             yield from split_prompts(buffer, prompt_end)
             return
+
+        # Blank lines after the last prompt do not begin the next one.
         complete, end, rest = buffer.rpartition(prompt_end)
         if end:
             yield from split_prompts(complete, prompt_end)

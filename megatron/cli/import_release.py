@@ -79,9 +79,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def verify(root: Path) -> dict[str, Any]:
-    """The report on the latest checkpoint in a folder. Raises CheckpointError if anything is wrong
-    with one of them.
-    """
+    """The report on the latest checkpoint. Raises CheckpointError if anything is wrong with one."""
     # All checkpoints, then the model of the latest.
     step = find_step(root)
     for iteration in saved_iterations(root):

@@ -27,9 +27,7 @@ from megatron.utils.templates import templates
 
 @dataclass(frozen=True)
 class Size:
-    """A model and its training. min_tokens: of the training text. steps: without the limit of
-    `MAX_EPOCHS`.
-    """
+    """A model and its training. min_tokens: of the text. steps: at most, see `MAX_EPOCHS`."""
 
     layers: int
     hidden: int
@@ -102,9 +100,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def configuration(name: str, prefix: Path) -> str:
-    """The training configuration for a dataset, as commented YAML. Raises UserError if there is too
-    little text.
-    """
+    """The training configuration, as commented YAML. Raises UserError for too little text."""
     # The largest model that the text and the machine allow.
     train, valid, _ = _split_tokens(open_indexed_files(prefix))
     size, bf16 = SIZES[0], has_bf16_instructions()

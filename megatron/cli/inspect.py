@@ -117,6 +117,7 @@ def print_dataset(prefix: Path, as_json: bool) -> None:
     """Print what a dataset contains. Raises UserError if a file is damaged, or not the one that the
     manifest describes; the whole .bin is read.
     """
+    # Opening compares parts of the files, this all of them.
     files = open_indexed_files(prefix)
     manifest = files.manifest
     if manifest is not None and manifest.sha256 != file_sha256(bin_path(prefix)):
@@ -151,6 +152,8 @@ def readable(description: dict[str, Any]) -> str:
         "tensor parallel",
         f"  optimizer       {description['optimizer']}",
     ]
+
+    # What not every checkpoint has.
     if description["training"]:
         lines.append(f"  samples read    {description['training'].get('consumed_samples', 0):,}")
     if description["shape"]:

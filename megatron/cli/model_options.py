@@ -144,9 +144,7 @@ def add_checkpoint_options(parser: argparse.ArgumentParser, *, several: bool) ->
 
 
 def checkpoint_folders(config: Config, options: argparse.Namespace) -> list[Path]:
-    """The folders in --checkpoint, or the configuration's `load`, or else `save`. Raises UserError
-    if there is none.
-    """
+    """The folders in --checkpoint, or else `load` or `save`. Raises UserError if there is none."""
     if options.checkpoint:
         return [Path(folder) for folder in options.checkpoint]
     configured = config.checkpoint.load, config.checkpoint.save
@@ -169,9 +167,7 @@ def _find_step(folder: str | Path, iteration: int | None, fallback: bool) -> Pat
 
 
 def chosen_step(folder: Path, config: Config, options: argparse.Namespace) -> Path:
-    """The global_stepN directory that options and configuration select. Raises UserError if it does
-    not exist.
-    """
+    """The global_stepN that options and configuration select. Raises UserError if it is missing."""
     iteration, fallback = options.iteration, options.fallback
     # A checkpoint's own configuration has the iteration from which its run started: ignore that.
     if not options.from_checkpoint:
@@ -314,9 +310,7 @@ def tokenizer_files(config: Config, saved: Config) -> TokenizerFiles:
 
 
 def first_process() -> bool:
-    """Whether this is rank 0, which does all the work. Prints a note if a launcher started several
-    processes.
-    """
+    """Whether this is rank 0, which does all the work. Prints a note if there are others."""
     if int(os.environ.get("RANK", "0")) > 0:
         return False
     processes = int(os.environ.get("WORLD_SIZE", "1"))

@@ -99,9 +99,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _try_models(runs: Sequence[SweepRun]) -> None:
-    """A trial step of each different model in its dtype. Raises UserError for gradients that are
-    not finite.
-    """
+    """A trial step of each different model. Raises UserError for gradients that are not finite."""
     models = {(run.config.model.model_dump_json(), run.config.precision.dtype): run for run in runs}
     for (_, dtype), run in models.items():
         broken = trial_step(run.config.model, DTYPES[dtype])
@@ -172,9 +170,7 @@ def _run(
 
 
 def _report(sweep: Sweep, runs: Sequence[SweepRun], say: Callable[[str], None]) -> None:
-    """Write the report of the finished runs. If another sweep process is writing it, wait for that
-    process first.
-    """
+    """Write the report of the finished runs, after another process that is writing it."""
     from megatron.plots.checkpoints import add_weight_figures
     from megatron.reporting.report import Sources, write_report
 
@@ -182,6 +178,7 @@ def _report(sweep: Sweep, runs: Sequence[SweepRun], say: Callable[[str], None]) 
     lock = Lock(sweep.output / "report.lock", busy)
     lock.acquire(timeout=-1)
     try:
+        # Runs of other configurations in the folder are left out.
         finished = []
         for run in runs:
             try:
@@ -208,6 +205,8 @@ def _print_plan(console: Console, sweep: Sweep, runs: Sequence[SweepRun]) -> Non
     table.add_column("state")
     table.add_column("steps left", justify="right")
     table.add_column("tokens left", justify="right")
+
+    # A damaged run has its error as the state.
     total_steps = total_tokens = 0
     for run in runs:
         try:

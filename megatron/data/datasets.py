@@ -86,6 +86,8 @@ class CorpusPart(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
         self.settings = settings
         self.samples_per_epoch = len(dataset)
         self._dataset = dataset
+
+        # Without a number of samples, one epoch.
         self._samples = len(dataset)
         if samples is not None:
             self._samples = samples
@@ -105,6 +107,7 @@ class CorpusPart(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
         """Like indexing, but without an upper bound: sample `index` is in epoch
         `index // samples_per_epoch`.
         """
+        # megatron-core shuffles the first epoch; every further one has its own order.
         epoch, position = divmod(int(index), self.samples_per_epoch)
         if epoch:
             if self._shuffle is None or epoch != self._shuffled_epoch:
@@ -116,9 +119,7 @@ class CorpusPart(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
         return sample
 
     def describe(self, samples: int | None = None) -> list[str]:
-        """A line about each corpus, of which a run reads `samples` samples (default: as many as it
-        has).
-        """
+        """A line about each corpus, of which a run reads `samples` samples (default: all)."""
         if samples is None:
             samples = len(self)
         return [
@@ -140,6 +141,7 @@ class BlendedParts(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
     """
 
     def __init__(self, parts: Sequence[CorpusPart], weights: Sequence[float], samples: int):
+        # megatron-core assigns each sample a part, and a position in it.
         shares = np.asarray(weights, dtype=np.float64) / np.sum(weights)
         self.parts = parts
         order = json.dumps([[part.order for part in parts], shares.tolist()])
@@ -212,6 +214,8 @@ def build_datasets(
         eod_mask_loss=data.eod_mask_loss,
         reset_attention_mask=data.reset_attention_mask,
     )
+
+    # All ranks must have data of this tokenizer.
     valid_sequence_length = valid_sequence_length or sequence_length
     lengths = (sequence_length, valid_sequence_length, valid_sequence_length)
     blends = config_blends(config)
@@ -232,8 +236,18 @@ def datasets_from_blends(
     @functools.cache  # a corpus that is split belongs to several parts
     def open_files(prefix: str) -> IndexedFiles:
         files = agree(lambda: open_indexed_files(prefix))
-        fingerprints = run_on_all_ranks(lambda: data_fingerprint(prefix))
-        run_on_all_ranks(lambda: _check_same(prefix, fingerprints))
+
+        # With different data, the ranks would not read disjoint samples.
+        fingerprints = set(run_on_all_ranks(lambda: data_fingerprint(prefix)))
+
+        def check_same() -> None:
+            if len(fingerprints) > 1:
+                raise UserError(
+                    f"{prefix}: the machines have different datasets of this name; copy the same "
+                    "one to all of them"
+                )
+
+        run_on_all_ranks(check_same)
         return files
 
     parts: list[Samples | None] = []
@@ -266,22 +280,12 @@ def datasets_from_blends(
     return Datasets(*parts)
 
 
-def _check_same(prefix: str, fingerprints: Sequence[str]) -> None:
-    """Raises UserError unless all ranks have the same dataset: otherwise they would not read
-    disjoint samples.
-    """
-    if len(set(fingerprints)) > 1:
-        raise UserError(
-            f"{prefix}: the machines have different datasets of this name; copy the same one to "
-            "all of them"
-        )
-
-
 def _span(files: IndexedFiles, split: str | None, part: int, length: int) -> tuple[int, int] | None:
     """The first and one-past-last sequence of a part of a corpus; None for a share of 0, and for a
     part that may be missing: the validation part of a corpus of one document, such as enwik8, and a
     test part of less than a sample.
     """
+    # A corpus of its own for the part.
     if split is None:
         return 0, files.sequences
     span = split_spans(split, files.sequences)[part]
@@ -328,6 +332,7 @@ def build_corpus_part(
     run_on_all_ranks(check)
 
     def dataset(kind: type[GPTDataset], folder: str) -> GPTDataset:
+        # The span has been selected, so the split of megatron-core is all of it.
         config = GPTDatasetConfig(
             random_seed=settings.seed,
             sequence_length=sequence_length,
@@ -405,6 +410,7 @@ class _CachedDataset(GPTDataset):
         """int32 `[documents]`, int32 or int64 `[samples + 1, 2]`, and uint32 or int64 `[samples]`.
         Raises UserError.
         """
+        # Mapped, so that all ranks of a machine share the memory.
         folder = Path(self.config.path_to_cache)
         arrays = []
         try:

@@ -77,9 +77,7 @@ def build_once(folder: Path, build: Callable[[], Sequence[np.ndarray]]) -> None:
 
 
 def _write(folder: Path, arrays: Sequence[np.ndarray]) -> None:
-    """Write the files in a temporary folder, and rename it when they are complete. The caller holds
-    the lock.
-    """
+    """Write the files in a temporary folder, and rename it. The caller holds the lock."""
     temporary = folder.with_suffix(".partial")
     shutil.rmtree(temporary, ignore_errors=True)  # of a killed run
     new = temporary / folder.name
@@ -90,6 +88,8 @@ def _write(folder: Path, arrays: Sequence[np.ndarray]) -> None:
                 with open(new / name, "wb", buffering=0) as stream:
                     np.save(stream, array, allow_pickle=False)
                     os.fsync(stream)
+
+            # The checksum comes last, so it exists only next to complete arrays.
             write_atomically(new / _CHECKSUM, _checksum(new))
             if not _is_whole(new):
                 raise UserError(
@@ -98,11 +98,8 @@ def _write(folder: Path, arrays: Sequence[np.ndarray]) -> None:
 
             # Processes that have mapped the files of an old folder keep them.
             if folder.exists():
-                print(
-                    visible(f"{folder} has no valid checksum; replacing it"),
-                    file=sys.stderr,
-                    flush=True,
-                )
+                note = f"{folder} has no valid checksum; replacing it"
+                print(visible(note), file=sys.stderr, flush=True)
                 folder.rename(temporary / "old")
             new.rename(folder)
     finally:

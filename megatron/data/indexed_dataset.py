@@ -62,9 +62,7 @@ _REBUILD_HINT = f"rebuild it with {_BUILD_COMMANDS}"
 
 
 def id_type_for(vocab_size: int) -> np.dtype:
-    """Return the dtype in which Megatron stores ids: uint16 for vocabularies below 65,500,
-    otherwise int32.
-    """
+    """The dtype in which Megatron stores ids: uint16 for vocabularies below 65,500, else int32."""
     return np.dtype(np.uint16) if vocab_size < 65500 else np.dtype(np.int32)
 
 
@@ -106,17 +104,13 @@ class IndexedFiles:
         return len(self.document_index) - 1
 
     def open_tokens(self, first: int = 0, last: int | None = None) -> "TokenFile":
-        """Open the .bin to read the token ids of sequences `first` to `last - 1`; by default, of
-        all.
-        """
+        """Open the .bin to read the ids of sequences `first` to `last - 1`; by default, of all."""
         start = int(self.lengths[:first].sum(dtype=np.int64))
         tokens = int(self.lengths[first:last].sum(dtype=np.int64))
         return TokenFile(bin_path(self.prefix), self.dtype, start, tokens)
 
     def offsets(self) -> np.ndarray:
-        """Return the first token of each sequence, followed by the number of tokens: int64
-        [sequences + 1].
-        """
+        """The first token of each sequence, then the number of tokens: int64 [sequences + 1]."""
         return np.concatenate(([0], np.cumsum(self.lengths, dtype=np.int64)))
 
 
@@ -165,6 +159,7 @@ class TokenFile:
 
         Raises UserError if the file has become shorter, or cannot be read.
         """
+        # The system may return less than was asked for.
         size = int(count) * np.dtype(dtype).itemsize
         content, position = b"", int(offset)
         try:
@@ -190,6 +185,7 @@ def open_indexed_files(prefix: str | Path) -> IndexedFiles:
     Raises UserError if a file is missing, truncated or damaged, the two do not belong together,
     they are not those that the manifest describes, or there are no tokens.
     """
+    # A manifest that cannot be read would hide that the files are others.
     binary, index = find_files(prefix)
     manifest = read_manifest(prefix)
     if manifest is None and os.path.lexists(manifest_path(prefix)):
@@ -213,6 +209,7 @@ def changed_file_error(changed: Path, prefix: str | Path) -> UserError:
 
 def _changed_file(files: IndexedFiles, manifest: "Manifest") -> Path | None:
     """The .idx or .bin, if it is certainly not the one that the manifest describes."""
+    # What costs nothing first. The .bin is too large to read all of it.
     binary, index = bin_path(files.prefix), idx_path(files.prefix)
     described = (manifest.tokens, manifest.documents, manifest.dtype)
     if described != (files.tokens, files.documents, files.dtype.name):
@@ -226,6 +223,7 @@ def _changed_file(files: IndexedFiles, manifest: "Manifest") -> Path | None:
 
 def find_files(prefix: str | Path) -> tuple[Path, Path]:
     """The paths of the .bin and .idx of a prefix. Raises UserError if one is missing."""
+    # Say what is probably wrong with the prefix.
     binary, index = bin_path(prefix), idx_path(prefix)
     missing = [path for path in (binary, index) if not path.is_file()]
     if missing:
@@ -393,6 +391,7 @@ def data_fingerprint(prefix: str | Path) -> str:
 
     Raises UserError if a file is missing or unreadable.
     """
+    # Reading the manifest is faster than hashing the files.
     binary, index = find_files(prefix)
     manifest = read_manifest(prefix)
     if manifest is not None and manifest.idx_sha256 is not None and manifest.bin_sample is not None:
@@ -427,20 +426,16 @@ def file_sample(path: str | Path) -> str:
 
 
 def check_tokenizer(prefix: str | Path, tokenizer: "Tokenizer") -> Manifest | None:
-    """The manifest, if there is one. Reads nothing else. Raises UserError if its tokenizer is not
-    `tokenizer`.
-    """
+    """The manifest, if there is one. Raises UserError if its tokenizer is not `tokenizer`."""
+    # Without a manifest, the tokenizer of the data is not known.
     manifest = read_manifest(prefix)
     if manifest is not None and manifest.tokenizer_fingerprint != tokenizer.fingerprint:
         of_data = manifest.tokenizer, manifest.vocab_size, manifest.tokenizer_fingerprint
+        given = tokenizer.name, tokenizer.vocab_size, tokenizer.fingerprint
         names = []
-        for name, size, fingerprint in (
-            of_data,
-            (tokenizer.name, tokenizer.vocab_size, tokenizer.fingerprint),
-        ):
-            names.append(
-                f"{visible(name[:40])} with {size:,} ids (fingerprint {visible(fingerprint[:12])})"
-            )
+        for name, size, fingerprint in (of_data, given):
+            digits = visible(fingerprint[:12])
+            names.append(f"{visible(name[:40])} with {size:,} ids (fingerprint {digits})")
         raise UserError(
             f"{prefix} was tokenized with {' and not with '.join(names)}; set tokenizer-type, "
             "vocab-file and merge-file to the tokenizer of the data, or build the data again with "

@@ -72,6 +72,7 @@ class Loader:
         num_workers: int = 0,
         pin_memory: bool = False,
     ):
+        # What places a batch among those of all ranks.
         self._dataset = dataset
         self._placement = {
             "micro_batch_size": micro_batch_size,
@@ -99,6 +100,7 @@ class Loader:
 
     def _indices(self, first_batch: int) -> Iterator[list[int]]:
         """Endless lists of dataset indices, from micro-batch `first_batch` on."""
+        # After its last sample, a dataset begins again.
         length = len(self._dataset)
         for batch in itertools.count(first_batch):
             yield [position % length for position in rank_samples(batch, **self._placement)]
@@ -108,6 +110,8 @@ class Loader:
         for number, batch in enumerate(self._batches()):
             # Labels are the inputs shifted by one, so only their last column is new.
             ids = torch.cat([batch["tokens"], batch["labels"][:, -1:]], dim=1)
+
+            # A larger id would fail in the embedding, on a GPU without saying where.
             beyond = ids >= vocab_size
             if beyond.any():
                 position = rank_samples(number, **self._placement)[int(beyond.any(1).nonzero()[0])]
@@ -126,9 +130,8 @@ class Loader:
                 count += 1
         except UserError as error:
             # A DataLoader puts the whole traceback of a worker process into the message.
-            raise UserError(
-                str(error).strip().splitlines()[-1].removeprefix(_USER_ERROR_PREFIX)
-            ) from error
+            message = str(error).strip().splitlines()[-1]
+            raise UserError(message.removeprefix(_USER_ERROR_PREFIX)) from error
         except (RuntimeError, OSError, EOFError) as error:
             # A killed worker also breaks the connection through which it passes tensors. If the
             # data are the cause, the loader below raises the error again.

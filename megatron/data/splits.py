@@ -40,9 +40,8 @@ class Blend:
 
 
 def config_blends(config: Config) -> list[Blend | None]:
-    """Return the train, valid and test blends of `config.data`. Raises UserError if no data paths
-    are set.
-    """
+    """The train, valid and test blends of `config.data`. Raises UserError without data paths."""
+    # Paths per part, or else one corpus that is split.
     data = config.data
     paths_and_weights = [
         (data.train_data_paths, data.train_data_weights),
@@ -66,9 +65,7 @@ def config_blends(config: Config) -> list[Blend | None]:
 
 
 def dataset_prefixes(config: Config) -> list[str]:
-    """Return the prefixes of all datasets in `config.data`, each once. Raises UserError if no data
-    paths are set.
-    """
+    """The prefixes of all datasets, each once. Raises UserError if no data paths are set."""
     blends = filter(None, config_blends(config))
     return list(dict.fromkeys(prefix for blend in blends for prefix in blend.prefixes))
 
@@ -81,6 +78,7 @@ def split_spans(split: str, sequences: int) -> list[tuple[int, int] | None]:
 
     Raises UserError if `split` is invalid (see `split_shares`).
     """
+    # In this order: rounding makes other orders differ.
     shares = split_shares(split)
     total = np.sum(np.array(shares, dtype=np.float64))
     spans: list[tuple[int, int] | None] = []
@@ -101,6 +99,7 @@ def part_span(split: str | None, part: str, sequences: int, prefix: str) -> tupl
 
     Raises UserError if the part has no documents.
     """
+    # Corpora of a part are not split.
     if split is None:
         return 0, sequences
     span = split_spans(split, sequences)[PARTS.index(part)]

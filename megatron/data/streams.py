@@ -27,9 +27,7 @@ class TokenStream:
         return int(self._ends[-1])
 
     def __getitem__(self, index: slice | Tensor) -> Tensor:
-        """int64 tokens of a slice without a step, or at int64 indices >= 0 of any shape, in that
-        shape.
-        """
+        """int64 tokens of a slice without a step, or at int64 indices >= 0, in their shape."""
         if isinstance(index, slice):
             indices = np.arange(*index.indices(len(self)))
         else:

@@ -91,13 +91,14 @@ def harness_model(
             f"eval_tasks: the export in the temporary folder {tempfile.tempdir} failed: {error}; "
             "the environment variable TMPDIR chooses another folder"
         ) from error
-    options |= {"prefix_token_id": prefix}
+
     # By default, the harness sums log-probabilities in the model's dtype.
     return HFLM(
         exported,
         backend="causal",
         tokenizer=tokenizer_of_export,
         softmax_dtype="float32",
+        prefix_token_id=prefix,
         **options,
     )
 

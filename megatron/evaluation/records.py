@@ -305,8 +305,7 @@ def identity(record: Record) -> tuple[object, ...]:
     )
 
 
-# -- reading
-# --------------------------------------------------------------------------------------------------
+# -- reading --------------------------------------------------------------------------------------
 
 
 def has_results(folder: str | os.PathLike[str]) -> bool:
@@ -375,7 +374,8 @@ def read_results_file(path: Path) -> list[Record]:
     records: dict[tuple[object, ...], Record] = {}
     unknown: list[UnknownKindError] = []
     for number, line in enumerate(io.BytesIO(read_file(path, MAX_BYTES)), start=1):
-        if line.endswith(b"\n"):  # otherwise a killed process has not completed it
+        # An incomplete line is that of a killed process.
+        if line.endswith(b"\n"):
             try:
                 record = parse_record(line[:-1], f"{path}, line {number}")
             except UnknownKindError as error:
@@ -407,6 +407,7 @@ def parse_record(line: bytes, place: str) -> Record:
 
 def _contradictions(record: Mapping[str, Any]) -> Iterator[str]:
     """Why the values of a record contradict each other."""
+    # Every kind: a value or a note. Then what the values of a kind have to do with each other.
     kind, value = record["kind"], record[VALUES[record["kind"]]]
     is_measured = value is not None and value != []
     if is_measured != (record["note"] is None):

@@ -102,8 +102,9 @@ class ResultsFile:
 
         Raises UserError if it is not valid or cannot be written.
         """
+        # Never write what cannot be read.
         line = json.dumps(record).encode() + b"\n"
-        parse_record(line[:-1], f"cannot write {self.path}")  # never write what cannot be read
+        parse_record(line[:-1], f"cannot write {self.path}")
         with write_errors(self.path):
             if self._file.write(line) < len(line):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

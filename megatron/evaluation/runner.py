@@ -168,9 +168,7 @@ def plan_extrapolation(
     provenance: Provenance,
     bins: int | None = None,
 ) -> list[ExtrapolationTask]:
-    """The tasks of `evaluate_extrapolation`, by protocol, mode and length in this order. Raises
-    UserError.
-    """
+    """The tasks of `evaluate_extrapolation`, by protocol, mode and length. Raises UserError."""
     lengths = unique_lengths(lengths)
     parsed_modes = parse_modes(modes, provenance.train_length)
     parsed_protocols: dict[Protocol, None] = {}
@@ -277,6 +275,7 @@ def run_eval_tasks(
 
 
 def _result_line(name: str, record: Record, rate: str) -> str:
+    # Each kind of record has other values.
     values = cast(Mapping[str, Any], record)
     if values["note"] is not None:
         result = f"n/a: {values['note']}"
@@ -357,12 +356,13 @@ def evaluate_extrapolation(
     Raises:
         UserError: for an invalid argument, before anything is computed.
     """
+    # What the caller does not say is that of the model.
     decoder = as_decoder(model)
-    vocab_size = min(
-        (size for size in (vocab_size, decoder.vocab_size) if size is not None), default=None
-    )
+    known = [size for size in (vocab_size, decoder.vocab_size) if size is not None]
     if pos_emb is None:
         pos_emb = decoder.pos_emb
+
+    # Check everything before the model runs.
     text = as_text(tokens)
     sizes = {"token_budget": token_budget, "position_bins": position_bins}
     sizes |= {"query_chunk": query_chunk, "batch_tokens": batch_tokens}
@@ -373,7 +373,7 @@ def evaluate_extrapolation(
     tasks = plan_extrapolation(
         text, lengths, modes, protocols, token_budget, provenance, position_bins
     )
-    text.check_ids(vocab_size)
+    text.check_ids(min(known, default=None))
     records = run_eval_tasks(
         model,
         tasks,

@@ -106,9 +106,7 @@ class SegmentReader:
         mode: AttentionMode = DEFAULT_MODE,
         bos: int | None = None,
     ) -> Iterator[LossChunk]:
-        """The losses of the scored tokens, as they are computed. Arguments and exceptions as for
-        `hidden_states`.
-        """
+        """The losses of the scored tokens, as they are computed. Otherwise like `hidden_states`."""
         for chunk in self.hidden_states(tokens, segments, mode, bos):
             end = chunk.position + chunk.hidden.shape[1]
             if end <= segments.first:

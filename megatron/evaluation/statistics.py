@@ -14,6 +14,7 @@ def standard_error(
     all n_d. For equal n_d this is the standard error of the mean of the documents' losses. None if
     D < 2.
     """
+    # Only documents with scored tokens count.
     sums, counts = sums[counts > 0], counts[counts > 0]
     if len(sums) < 2:
         return None

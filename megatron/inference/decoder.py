@@ -374,9 +374,7 @@ def _differ(first: Tensor, second: Tensor, power: float) -> bool:
 
 
 def _logits(model: Callable[..., Any], tokens: Tensor, **keywords: Any) -> Tensor:
-    """The logits of a model. Raises TypeError if their shape is not that of the tokens and the
-    vocabulary.
-    """
+    """The logits of a model. Raises TypeError if their shape is not that of the tokens."""
     output = model(tokens, **keywords)
     logits = getattr(output, "logits", output)
     if not isinstance(logits, Tensor) or logits.shape[:-1] != tokens.shape:
@@ -395,9 +393,7 @@ def _name(model: Callable[..., Any]) -> str:
 
 
 def _rope_types(config: Any) -> set[str]:
-    """The RoPE types in the configuration of a transformers model, which can have one for each type
-    of layers.
-    """
+    """The RoPE types in the configuration, which can have one for each type of layers."""
     config = config.get_text_config()
     parameters = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None)
     entries = [parameters or {}]
@@ -437,9 +433,7 @@ def model_device(model: Any) -> torch.device:
 
 @contextmanager
 def inference(model: Any) -> Iterator[None]:
-    """Disable gradients and dropout in the block; afterwards restore every submodule's training
-    mode.
-    """
+    """Disable gradients and dropout in the block; then restore each module's training mode."""
     training = []
     if isinstance(model, nn.Module):
         training = [module for module in model.modules() if module.training]

@@ -212,9 +212,10 @@ def generate(
             for index in indices:
                 generator = np.random.default_rng([seed, index])
                 rows.append(_Row(index, list(prompts[index]), generator))
-            device = model_device(model)
-            logits = _NextTokenLogits(decoder, rows, maximum_tokens, device, recompute, mode)
-            for index, generation in _continue(logits, rows, sampling, maximum_tokens, eod):
+            finished = _continue(
+                decoder, model_device(model), rows, sampling, maximum_tokens, eod, recompute, mode
+            )
+            for index, generation in finished:
                 results[index] = generation
                 if on_generation is not None:
                     on_generation(index, generation)
@@ -254,11 +255,14 @@ def _batches(
 
 
 def _continue(
-    logits: "_NextTokenLogits",
+    decoder: Decoder,
+    device: torch.device,
     rows: list[_Row],
     sampling: Sampling,
     maximum_tokens: int,
     eod: int | None,
+    recompute: bool,
+    mode: AttentionMode,
 ) -> Iterator[tuple[int, Generation]]:
     """Continue the rows of one batch. Yields (index, result) when a row is complete."""
     start = time.perf_counter()
@@ -270,19 +274,34 @@ def _continue(
         seconds = time.perf_counter() - start
         return row.index, Generation(row.prompt, tokens, finished, message, seconds)
 
+    # The KV cache, and the tokens in it. The last generated token is never fed. A long cache grows.
+    cache, cached = None, 0
+    if not recompute:
+        max_length = max(len(row.prompt) for row in rows) + maximum_tokens - 1
+        allocated = max_length if max_length <= _ALLOCATED_TOKENS else None
+        cache = decoder.new_cache(allocated, mode)
+
     # Each step appends one token to the rows that are not within their prompts.
     while rows:
         length = min(len(row.text) for row in rows)
+        texts = [row.text[cached:length] for row in rows]
+        tokens = torch.tensor(texts, device=device)  # [b, s]
         try:
-            next_logits = logits.after(rows, length)
+            if cache is None:
+                hidden = decoder.hidden(tokens, None, mode)  # [b, s, e]
+            else:
+                for chunk in tokens.split(PROMPT_CHUNK, dim=1):
+                    hidden = decoder.hidden(chunk, cache, mode)
+                cached = length
+            logits = decoder.logits(hidden[:, -1])  # [b, v]
         except PositionsExceeded as exceeded:
             # Every row has at least `length` tokens, so none can continue.
             yield from (result(row, message=str(exceeded)) for row in rows)
             return
         sampled = [index for index, row in enumerate(rows) if len(row.text) == length]
         generators = [rows[index].generator for index in sampled]
-        tokens = sampling.choose(next_logits[sampled], generators)
-        for index, token in zip(sampled, tokens, strict=True):
+        chosen = sampling.choose(logits[sampled], generators)
+        for index, token in zip(sampled, chosen, strict=True):
             rows[index].text.append(token)
 
         # Rows that are complete leave the batch.
@@ -296,46 +315,6 @@ def _continue(
             else:
                 remaining.append(index)
         if len(remaining) < len(rows):
-            logits.select(remaining)
+            if cache is not None and remaining:
+                cache.select(torch.tensor(remaining, device=device))
             rows = [rows[index] for index in remaining]
-
-
-class _NextTokenLogits:
-    """Logits after the first tokens of every row, with a KV cache or by recomputing the prefix."""
-
-    def __init__(
-        self,
-        decoder: Decoder,
-        rows: list[_Row],
-        maximum_tokens: int,
-        device: torch.device,
-        recompute: bool,
-        mode: AttentionMode,
-    ):
-        self._decoder = decoder
-        self._device = device
-        self._mode = mode
-        self._cache = None
-        self._cached = 0
-        if not recompute:
-            # The last generated token is never fed. A long cache grows.
-            max_length = max(len(row.prompt) for row in rows) + maximum_tokens - 1
-            allocated = max_length if max_length <= _ALLOCATED_TOKENS else None
-            self._cache = decoder.new_cache(allocated, mode)
-
-    def after(self, rows: list[_Row], length: int) -> Tensor:
-        """Logits `[b, v]` after the first `length` tokens of each row."""
-        texts = [row.text[self._cached : length] for row in rows]
-        tokens = torch.tensor(texts, device=self._device)  # [b, s]
-        if self._cache is None:
-            hidden = self._decoder.hidden(tokens, None, self._mode)
-            return self._decoder.logits(hidden[:, -1])
-        for chunk in tokens.split(PROMPT_CHUNK, dim=1):
-            hidden = self._decoder.hidden(chunk, self._cache, self._mode)
-        self._cached = length
-        return self._decoder.logits(hidden[:, -1])
-
-    def select(self, remaining: list[int]) -> None:
-        """Keep only these rows in the cache."""
-        if self._cache is not None and remaining:
-            self._cache.select(torch.tensor(remaining, device=self._device))

@@ -63,9 +63,8 @@ def rank_command(config: Config, program: Sequence[str], options: Sequence[str])
 
 
 def local_environment(resources: Resources, environment: Mapping[str, str]) -> dict[str, str]:
-    """The environment of ranks on this machine, derived from `environment`. Prints a number of
-    threads that it sets.
-    """
+    """The environment of ranks on this machine. Prints a number of threads that it sets."""
+    # On a CPU, the ranks share the cores.
     result = dict(environment)
     (slots,) = resources.slots.values()
     result["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, slots))
@@ -136,12 +135,10 @@ def _shell_value(text: str, variables: Mapping[str, str]) -> str:
     """`text` without a pair of quotes around it, and, unless these are single quotes, with the
     values of $NAME and ${NAME}. Raises KeyError if there is no such variable.
     """
-    is_single = False
-    for quote in ("'", '"'):
-        if len(text) > 1 and text.startswith(quote) and text.endswith(quote):
-            text, is_single = text[1:-1], quote == "'"
-            break
-    if is_single:
+    quoted = re.fullmatch(r"""(['"])(.*)\1""", text, re.DOTALL)
+    if quoted:
+        text = quoted[2]
+    if quoted and quoted[1] == "'":
         return text
     return re.sub(r"\$(?:(\w+)|\{(\w+)\})", lambda match: variables[match[1] or match[2]], text)
 

@@ -296,9 +296,8 @@ def run_pdsh(
 
 @contextlib.contextmanager
 def _forward_signals(stop: Callable[[bool], None], ranks: int) -> Iterator[None]:
-    """Within the block, the first stop signal calls `stop(False)`, and every further one
-    `stop(True)`.
-    """
+    """Within the block, the first stop signal calls `stop(False)`, further ones `stop(True)`."""
+    # A closed terminal sends SIGHUP after another signal, which does not ask for more.
     received: list[int] = []
 
     def handle(number: int, _frame: object) -> None:

@@ -73,6 +73,8 @@ def parse_command_line(words: Sequence[str], program: Sequence[str] = ()) -> Dee
         if not words or words[0] in ("-h", "--help"):
             return None
         program, words = [str(_find_script(words[0]))], words[1:]
+
+    # Files come first, then the options of the script. Overrides can be anywhere.
     overrides, words = extract_overrides(words)
     files: list[str] = []
     config_dir = None
@@ -130,6 +132,8 @@ def main(
     if arguments is None:
         print(USAGE)
         return 0
+
+    # Where the ranks run.
     config = load_config(arguments.files, arguments.config_dir, arguments.overrides)
     _reject_started_ranks(config)
     print_notices(config)
@@ -137,29 +141,28 @@ def main(
     on_other_hosts = uses_other_hosts(config, resources)
     if on_other_hosts:
         check_launcher(config, resources)
-    prefixes = check_script(
-        arguments.program, config, arguments.script_options, resources.world_size
-    )
+
+    # What the script would reject, before it starts on every rank.
+    program, options = arguments.program, arguments.script_options
+    prefixes = check_script(program, config, options, resources.world_size)
     if not on_other_hosts:
         for prefix in prefixes:
             find_files(prefix)
     print(f"deepy: {resources.describe()}", flush=True)
     if on_other_hosts:
         return _run_on_other_hosts(config, resources, arguments, prefixes)
+
+    # On this machine, this process is the parent of the ranks.
     environment = local_environment(resources, os.environ)
     with reserved_port() as port:
         (slots,) = resources.slots.values()
         address = config.launcher.master_addr or "127.0.0.1"
         node = Node(None, slots, 0, len(slots), address, config.launcher.master_port or port)
-        return run_node(
-            node, rank_command(config, arguments.program, arguments.script_options), environment
-        )
+        return run_node(node, rank_command(config, program, options), environment)
 
 
 def _reject_started_ranks(config: Config) -> None:
-    """Raises UserError if srun or mpirun has started several processes: each would
-    start all ranks.
-    """
+    """Raises UserError under srun or mpirun, where each process would start all ranks."""
     launcher = config.launcher
     started_by = (
         ("slurm", launcher.deepspeed_slurm, "SLURM_STEP_NUM_TASKS"),

@@ -72,9 +72,7 @@ class Node:
     master_port: int
 
     def variables(self, index: int) -> dict[str, str]:
-        """What torch.distributed and DeepSpeed read from the environment of the process `index` of
-        this host.
-        """
+        """What torch.distributed and DeepSpeed read from the environment of process `index`."""
         return {
             "RANK": str(self.first_rank + index),
             "LOCAL_RANK": str(index),
@@ -197,6 +195,7 @@ class _Ranks:
 
     def forward_signals(self) -> None:
         """Forward new signals to the ranks. Stop them if no one can send signals any longer."""
+        # The first signal, or the end of deepy.py on another host, asks the ranks to save.
         received = len(self.received)  # another signal can arrive at any time
         is_new, self.handled = received > self.handled, received
         if is_new and (self.stopping or KILL_SIGNAL.name in self.received):
@@ -318,17 +317,13 @@ def _kill(process: "subprocess.Popen[bytes]") -> None:
 
 
 def _standard_input_is_open() -> bool:
-    """False once the other end of the ssh connection is closed. pdsh sends nothing, and keeps it
-    open.
-    """
+    """False once the other end of the ssh connection, which pdsh keeps open, is closed."""
     readable, _, _ = select.select([0], [], [], 0)
     return not readable or os.read(0, 1) != b""
 
 
 def _copy(source: int, target: int) -> None:
-    """Copy the ranks' output. If the connection is lost, they can still print and
-    therefore save.
-    """
+    """Copy the ranks' output. Without a connection, they can still print, and so save."""
     while data := os.read(source, 1 << 16):
         with contextlib.suppress(OSError):
             os.write(target, data)

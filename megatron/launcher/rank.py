@@ -46,6 +46,8 @@ def set_rank_variables(config: Config, environment: MutableMapping[str, str]) ->
         rank, local_rank, world_size = (environment[name] for name in names)
         if int(world_size) == 1:
             return
+
+        # Rank 0 is on the first host of a Slurm step. Other launchers must name its address.
         address = launcher.master_addr or environment.get("MASTER_ADDR")
         if address is None and names is _SLURM_VARIABLES and "SLURM_STEP_NODELIST" in environment:
             address = first_host(environment["SLURM_STEP_NODELIST"])
@@ -56,10 +58,9 @@ def set_rank_variables(config: Config, environment: MutableMapping[str, str]) ->
         environment.update(
             RANK=rank, LOCAL_RANK=local_rank, WORLD_SIZE=world_size, MASTER_ADDR=address
         )
-        port = slurm_port(environment) if names is _SLURM_VARIABLES else DEFAULT_PORT
-        environment["MASTER_PORT"] = str(
-            launcher.master_port or environment.get("MASTER_PORT", port)
-        )
+        default = slurm_port(environment) if names is _SLURM_VARIABLES else DEFAULT_PORT
+        port = launcher.master_port or environment.get("MASTER_PORT", default)
+        environment["MASTER_PORT"] = str(port)
         return
 
 

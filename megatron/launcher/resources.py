@@ -107,6 +107,8 @@ def check_launcher(config: Config, resources: Resources) -> None:
             f"launcher {launcher} is not installed here ({program} is not found); install it, or "
             f"set launcher to one of {alternatives}"
         )
+
+    # Slurm and MPI number the slots themselves.
     if launcher == "pdsh":
         return
     for host, slots in resources.slots.items():
@@ -147,6 +149,8 @@ def read_hostfile(path: str) -> dict[str, int]:
         raise UserError(
             f"hostfile {path}: {getattr(error, 'strerror', None) or 'not a text file'}"
         ) from error
+
+    # A line per host, with the number of its slots.
     hosts: dict[str, int] = {}
     for number, line in enumerate(lines, start=1):
         line = line.partition("#")[0].strip()
@@ -173,6 +177,7 @@ def read_hostfile(path: str) -> dict[str, int]:
 
 
 def _resources_of_hostfile(config: Config, hostfile: str) -> Resources:
+    # include and exclude select first, then num_nodes and num_gpus.
     launcher = config.launcher
     pool = read_hostfile(hostfile)
     slots = _select({host: list(range(count)) for host, count in pool.items()}, config, hostfile)
@@ -272,9 +277,7 @@ def _reason_for_cpu() -> str:
 
 
 def visible_gpus() -> list[int] | None:
-    """Indices of the GPUs this process may use, according to CUDA_VISIBLE_DEVICES; None to use the
-    CPU.
-    """
+    """Indices of the GPUs in CUDA_VISIBLE_DEVICES, or of all; None to use the CPU."""
     import torch
 
     from megatron.utils.environment import use_gpus

@@ -44,7 +44,9 @@ def parse_arguments(
     Raises UserError if the configuration is wrong. (An invalid option prints the usage and exits
     with status 2.)
     """
-    overrides, words = extract_overrides(sys.argv[1:] if argv is None else argv)
+    if argv is None:
+        argv = sys.argv[1:]
+    overrides, words = extract_overrides(argv)
     parser = make_parser(description, add_options)
     options = parser.parse_intermixed_args(words)
     if options.neox_config is not None:

@@ -1,3 +1,1 @@
-"""Figures of weights: biases, weights and effective lengths of checkpoints and
-positional methods.
-"""
+"""Figures of biases, weights and effective lengths of checkpoints and positional methods."""

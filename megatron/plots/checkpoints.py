@@ -48,21 +48,20 @@ from megatron.reporting.style import (
 )
 from megatron.utils.errors import UserError
 
-# exp(bias) is the factor that the bias contributes to the softmax; below this bias it is close to
-# 0.
+QUANTITIES: tuple[Literal["bias", "weight"], ...] = ("bias", "weight")
+
+# exp(bias) is the factor that the bias contributes to the softmax: close to 0 below this bias.
 LOWEST_BIAS_SHOWN = -10.0
 MAX_LAYERS = 12
 MAX_ADAPTIVE_HEADS = 3
 MAX_ADAPTIVE_LENGTH = 8192
 
-# -- bias and weight by distance
-# --------------------------------------------------------------------------------------
+# -- bias and weight by distance ------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class DistanceTable:
-    """Bias and weight by distance of the positional method of a checkpoint, or of one of its
-    layers.
+    """Bias and weight by distance of the method of a checkpoint, or of one of its layers.
 
     Attributes:
         label: "layer 3", or "all layers" if the layers share the method.
@@ -93,17 +92,14 @@ def distance_tables(
     distances = torch.arange(num_distances, dtype=torch.float32)
     tables = []
     for label, method in positional_methods(step, config.model):
+        bias = weight = effective_lengths = None
+        if "bias" in method.hooks:
+            bias, effective_lengths = method.bias(distances), method.effective_length(LIMIT)
+        if "weight" in method.hooks:
+            weight = method.weight(distances)
         if method.hooks & {"bias", "weight"}:
-            table = DistanceTable(
-                config.model.pos_emb,
-                label,
-                bias=method.bias(distances) if "bias" in method.hooks else None,
-                weight=method.weight(distances) if "weight" in method.hooks else None,
-                effective_lengths=method.effective_length(LIMIT)
-                if "bias" in method.hooks
-                else None,
-            )
-            tables.append(table)
+            name = config.model.pos_emb
+            tables.append(DistanceTable(name, label, bias, weight, effective_lengths))
     return tables
 
 
@@ -118,23 +114,19 @@ def distance_figures(
         name: part of the file names.
     """
     figures = []
-    quantities: tuple[tuple[Literal["bias", "weight"], str], ...] = (
-        ("bias", "bias"),
-        ("weight", "score weight"),
-    )
-    for quantity, long_name in quantities:
-        panels = [
-            (table, getattr(table, quantity))
-            for table in tables
-            if getattr(table, quantity) is not None
-        ]
+    long_names = {"bias": "bias", "weight": "score weight"}
+    for quantity in QUANTITIES:
+        # The tables that have it, a panel each.
+        values = [(table.label, getattr(table, quantity)) for table in tables]
+        panels = [(label, table) for label, table in values if table is not None]
         if not panels:
             continue
         num_layers, panels = len(panels), panels[:MAX_LAYERS]
-        shown = [(table.label, values) for table, values in panels]
+
+        # What the caption explains depends on the number of panels.
         caption = (
-            f"The {long_name} of each head by distance (KERPLE, Figures 2 to 4). Dark lines: heads "
-            "with the steepest decrease; light lines: flattest heads."
+            f"The {long_names[quantity]} of each head by distance (KERPLE, Figures 2 to 4). Dark "
+            "lines: heads with the steepest decrease; light lines: flattest heads."
         )
         if len(panels) == 1:
             caption += " The second panel has a logarithmic distance axis"
@@ -146,13 +138,9 @@ def distance_figures(
             caption += "."
         elif num_layers > len(panels):
             caption += f" The first {len(panels)} of {num_layers} layers."
-        report_figure = ReportFigure(
-            slug("kernels", name, quantity),
-            f"{quantity.capitalize()} by distance: {model}",
-            caption,
-            partial(distance_plot, quantity, shown),
-        )
-        figures.append(report_figure)
+        title = f"{quantity.capitalize()} by distance: {model}"
+        draw = partial(distance_plot, quantity, panels)
+        figures.append(ReportFigure(slug("kernels", name, quantity), title, caption, draw))
     return figures
 
 
@@ -171,17 +159,18 @@ def distance_plot(
         for axes in panels:
             _plot_heads(axes, layers[0][1])
         panels[0].set_ylabel(quantity)
-        _symlog_distance(panels[1], 10 if columns == 1 else 100)
+        base = 10 if columns == 1 else 100
+        _symlog_distance(panels[1], base)
         if quantity == "bias":
             panels[1].set_ylim(LOWEST_BIAS_SHOWN, -0.02 * LOWEST_BIAS_SHOWN)
+
+        # The legend is in the order of the heads.
         lines = {line.get_label(): line for line in panels[0].lines}
-        legend_above(
-            figure, style, [lines[f"head {number}"] for number in range(1, len(lines) + 1)]
-        )
+        handles = [lines[f"head {number}"] for number in range(1, len(lines) + 1)]
+        legend_above(figure, style, handles)
     else:
-        figure, panels = new_figure(
-            style, len(layers), style.columns(min(4, len(layers))), sharex=True
-        )
+        columns = style.columns(min(4, len(layers)))
+        figure, panels = new_figure(style, len(layers), columns, sharex=True)
         for axes, (label, values) in zip(panels, layers, strict=True):
             _plot_heads(axes, values)
             axes.set_title(label, loc="left")
@@ -206,16 +195,13 @@ def _plot_heads(axes: Axes, values: Tensor) -> None:
 
 
 def _symlog_distance(axes: Axes, base: int = 10) -> None:
-    """A distance axis that is linear from 0 to 1 and logarithmic from there, with ticks at the
-    powers of `base`.
-    """
+    """A distance axis that is logarithmic from 1 on, with ticks at the powers of `base`."""
     axes.set_xscale("symlog", linthresh=1)
     axes.xaxis.set_major_locator(SymmetricalLogLocator(base=base, linthresh=1))
     thousands(axes)
 
 
-# -- effective lengths
-# ------------------------------------------------------------------------------------------------
+# -- effective lengths ----------------------------------------------------------------------------
 
 
 def effective_length_figure(
@@ -246,8 +232,8 @@ def effective_length_plot(
         ends = sorted(length for length in head_lengths if length < LIMIT)
         distances = [0, *ends, LIMIT]
         shares = [count / len(head_lengths) for count in (*range(len(ends) + 1), len(ends))]
-        style_kwargs = {**line_style(style, numbers[label]), "marker": None}
-        axes.step(distances, shares, where="post", label=label, **style_kwargs)
+        look = line_style(style, numbers[label]) | {"marker": None}
+        axes.step(distances, shares, where="post", label=label, **look)
     _symlog_distance(axes)
     axes.set_xlim(0, LIMIT)
     axes.set_ylim(0, 1.04)
@@ -257,8 +243,7 @@ def effective_length_plot(
     return figure
 
 
-# -- scores and biases of one query (DAPE)
-# ----------------------------------------------------------------------------
+# -- scores and biases of one query (DAPE) --------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -288,6 +273,8 @@ def query_scores(model: GPT, tokens: Tensor) -> QueryScores:
     attention = model.blocks[0].attention
     method = attention.rpe
     assert isinstance(method, Adaptive)
+
+    # Queries and keys of the layer: run the model, and keep the layer's projection.
     outputs: list[Tensor] = []
     hook = attention.query_key_value.register_forward_hook(
         lambda module, inputs, output: outputs.append(output)
@@ -296,24 +283,30 @@ def query_scores(model: GPT, tokens: Tensor) -> QueryScores:
         model.hidden(tokens[None])
     finally:
         hook.remove()
-    query, key, _ = attention.heads(outputs[0])
+    query, key, _ = attention.heads(outputs[0])  # [1, h, n, d]
     positions = torch.arange(len(tokens))
     query, key = method.rotate(query, key, positions, positions)
-    query, key = (
-        query[0].float(),
-        key[0].repeat_interleave(attention.queries_per_key, dim=0).float(),
-    )  # [h, n, d]
+
+    # A: the scores of the last query and the keys in its window.
+    query = query[0].float()  # [h, n, d]
+    key = key[0].repeat_interleave(attention.queries_per_key, dim=0).float()  # [h, n, d]
     key = key[:, Span(window=attention.window).first_key(len(tokens) - 1) :]
     length = key.shape[1]
     scores = (query[:, -1:] @ key.transpose(-1, -2) * attention.head_size**-0.5)[None]
     positions = positions[-length:]
-    mask = torch.zeros(1, length, dtype=torch.bool, device=scores.device)
+
+    # B: a table over distance, or FIRE's bias of the pairs.
+    static = None
     table = score_table(method, length, scores.device)
-    static = table.flip(-1).float() if table is not None else None
+    if table is not None:
+        static = table.flip(-1).float()  # [h, n]
     if isinstance(method.static, Fire):
         static = method.static.pair_bias(positions[-1:], positions, scores)[:, 0]
+
+    # f(A, B): what the network adds to A, without B.
+    mask = torch.zeros(1, length, dtype=torch.bool, device=scores.device)
     chunk = Chunk(scores.clone(), query[None, :, -1:], positions[-1:], positions, mask, table)
-    modified = method.final_scores(chunk)
+    modified = method.final_scores(chunk)  # [1, h, 1, n]
     adapted = modified[0, :, 0] - scores[0, :, 0]
     if static is not None and method.variant != "Concat":
         adapted = adapted - static
@@ -342,16 +335,16 @@ def adaptive_plot(
     rows: Sequence[tuple[str, Tensor]], position: int, style: Style = SCREEN
 ) -> Figure:
     """Labels and values `[h, n]` as rows, heads as columns. position: of the query."""
+    # Keys can be only those of a window.
     num_heads, length = rows[0][1].shape
     keys = range(position + 1 - length, position + 1)
     columns = min(MAX_ADAPTIVE_HEADS, num_heads)
     figure, panels = new_figure(style, len(rows) * columns, columns, sharex=True, sharey="row")
     for index, axes in enumerate(panels):
-        (label, values), head = rows[index // columns], index % columns
-        line = values[head].cpu().numpy()
-        axes.plot(
-            keys, line, color=COLORS[0], linewidth=0.07 * style.size, rasterized=length > 4096
-        )
+        row, head = divmod(index, columns)
+        label, values = rows[row]
+        line, width, is_long = values[head].cpu().numpy(), 0.07 * style.size, length > 4096
+        axes.plot(keys, line, color=COLORS[0], linewidth=width, rasterized=is_long)
         axes.set_xlim(keys.start, max(keys.start + 1, position))
         axes.locator_params(axis="x", nbins=3)
         thousands(axes)
@@ -382,8 +375,7 @@ def checkpoint_adaptive_figure(
     return adaptive_figure(query_scores(gpt, tokens[:length]), model=model, name=name)
 
 
-# -- all figures of a report
-# -------------------------------------------------------------------------------------------
+# -- all figures of a report ----------------------------------------------------------------------
 
 
 def add_weight_figures(sources: Sources) -> None:
@@ -399,9 +391,8 @@ def add_weight_figures(sources: Sources) -> None:
     recorded_lengths = {}
     for record in sources.records:
         if record["kind"] == "effective_length":
-            recorded_lengths[fingerprint_of(record)] = list(
-                itertools.chain(*record["effective_lengths"])
-            )
+            lengths_by_layer = record["effective_lengths"]
+            recorded_lengths[fingerprint_of(record)] = list(itertools.chain(*lengths_by_layer))
 
     # The extrapolation record with the lowest seed, for each setting and method.
     weight_figures, length_figures = sources.weight_figures, sources.length_figures
@@ -412,16 +403,16 @@ def add_weight_figures(sources: Sources) -> None:
         if record["kind"] == "extrapolation":
             key = replace(setting_of(record), protocol=""), method_of(record).pos_emb
             longest[key] = max(record["length"], longest.get(key, 2))
-            if key not in lowest_seeds or (record.get("seed") or 0) < (
-                lowest_seeds[key].get("seed") or 0
-            ):
+            lowest = lowest_seeds.setdefault(key, record)
+            if (record.get("seed") or 0) < (lowest.get("seed") or 0):
                 lowest_seeds[key] = record
 
     # Plot its checkpoint, unless that is missing or has changed since the evaluation.
     for (setting, pos_emb), record in lowest_seeds.items():
         name = display_name(Method(pos_emb))
         model = f"{name}, {corpus_name(setting.corpus)}"
-        model += f", seed {record['seed']}" if record.get("seed") is not None else ""
+        if record.get("seed") is not None:
+            model += f", seed {record['seed']}"
         tables: list[DistanceTable] = []
         checkpoint = record.get("checkpoint") or {}
         path, iteration = checkpoint.get("path"), checkpoint.get("iteration")
@@ -442,7 +433,8 @@ def add_weight_figures(sources: Sources) -> None:
             except (UserError, OSError) as error:
                 sources.notes.append(f"No kernels are plotted for {model}: {error}.")
             else:
-                weight_figures += [adaptive] if adaptive else []
+                if adaptive:
+                    weight_figures.append(adaptive)
                 weight_figures += distance_figures(tables, model=model, name=figure_name)
 
         # Prefer recorded effective lengths, which need no checkpoint.
@@ -455,15 +447,16 @@ def add_weight_figures(sources: Sources) -> None:
     numbers = line_numbers({display_name(Method(pos_emb)): pos_emb for pos_emb in pos_embs})
     for setting, by_method in lengths.items():
         model = corpus_name(setting.corpus)
-        length_figures.append(
-            effective_length_figure(by_method, numbers, model=model, name=setting.name)
-        )
+        figure = effective_length_figure(by_method, numbers, model=model, name=setting.name)
+        length_figures.append(figure)
 
     # The checkpoints that the user named. A missing kernel is an error here.
     named_lengths: dict[str, list[int]] = {}
     runs: dict[Path, Path] = {}
     for folder in map(Path.resolve, sources.checkpoints):
-        runs[folder] = folder.parent if folder.name == "checkpoints" else folder
+        runs[folder] = folder
+        if folder.name == "checkpoints":
+            runs[folder] = folder.parent
     names = [run.name for run in runs.values()]
     for folder, run in runs.items():
         label = run.name if names.count(run.name) == 1 else str(run)
@@ -484,22 +477,22 @@ def add_weight_figures(sources: Sources) -> None:
             named_lengths[model] = head_lengths
     if named_lengths:
         numbers = {label: number for number, label in enumerate(named_lengths)}
-        figure = effective_length_figure(
-            named_lengths, numbers, model="given checkpoints", name="named"
-        )
+        model = "given checkpoints"
+        figure = effective_length_figure(named_lengths, numbers, model=model, name="named")
         length_figures.append(figure)
 
 
 def _checkpoint_folder(path: str | Path) -> Path:
-    """The folder itself, or the checkpoint that evaluation has made of a Hugging Face folder.
-    Raises UserError.
-    """
-    return Path(path) if looks_like_checkpoint(path) else local_checkpoint(path, lambda line: None)
+    """The folder itself, or the checkpoint that evaluation has made of a Hugging Face folder."""
+    if looks_like_checkpoint(path):
+        return Path(path)
+    return local_checkpoint(path, lambda line: None)
 
 
 def _effective_lengths(tables: Iterable[DistanceTable]) -> list[int]:
     """The effective lengths of all heads, of all layers if the layers differ."""
-    lengths = [
-        table.effective_lengths.tolist() for table in tables if table.effective_lengths is not None
-    ]
-    return list(itertools.chain(*lengths))
+    lengths: list[int] = []
+    for table in tables:
+        if table.effective_lengths is not None:
+            lengths += table.effective_lengths.tolist()
+    return lengths

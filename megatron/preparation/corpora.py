@@ -52,9 +52,7 @@ def source_pieces(content: bytes, limit: int = PIECE_BYTES) -> Iterator[tuple[in
 
 
 class DocumentCorpus(ChunkSource):
-    """Documents in memory: pairs of a name and a UTF-8 text. Documents are read when
-    first needed.
-    """
+    """Documents in memory: pairs of a name and a UTF-8 text, read when first needed."""
 
     @cached_property
     def documents(self) -> list[tuple[str, bytes]]:

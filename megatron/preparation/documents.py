@@ -112,9 +112,7 @@ def parse_documents(
 def read_texts(
     chunks: Iterable[TextChunk], options: DocumentOptions, skipped: SkippedDocuments
 ) -> Iterator[str]:
-    """Yield every text of every document, and count the skipped ones. Raises what `parse_documents`
-    raises.
-    """
+    """Yield every text of every document, and count the skipped ones, as `parse_documents`."""
     for chunk in chunks:
         for texts in parse_documents(chunk, options, skipped):
             yield from texts
@@ -134,12 +132,12 @@ def _records(chunk: TextChunk) -> Iterator[tuple[int, Callable[[], Any]]]:
             values = _parse_json([memoryview(chunk.take_content())])
         except BadDocument as error:
             raise UserError(f"{chunk.source}: {error}") from error
+
+        # lm-dataformat writes the whole list on one line.
         for value in values:
-            yield (
-                1,
-                partial(lambda value: value, value),
-            )  # lm-dataformat writes the whole list on one line
+            yield 1, partial(lambda value: value, value)
         return
+
     # A view, because a copy of a very long line would be in memory a second time.
     content = chunk.take_content()
     view, line, start = memoryview(content), chunk.first_line, 0
@@ -158,7 +156,9 @@ def _records(chunk: TextChunk) -> Iterator[tuple[int, Callable[[], Any]]]:
 def _decode(content: bytes | memoryview) -> str:
     try:
         # Windows editors write a byte order mark, which is not part of the text.
-        return str(content[3:] if content[:3] == codecs.BOM_UTF8 else content, "utf-8")
+        if content[:3] == codecs.BOM_UTF8:
+            content = content[3:]
+        return str(content, "utf-8")
     except UnicodeDecodeError as error:
         byte = error.object[error.start]
         line_start = error.object.rfind(b"\n", 0, error.start) + 1
@@ -180,9 +180,7 @@ def _parse_json(content: list[memoryview]) -> Any:
 
 
 def _texts(value: object, options: DocumentOptions, skipped: SkippedDocuments) -> list[str] | None:
-    """The text of each key of a document; None, recorded in `skipped`, if it belongs to another
-    subset.
-    """
+    """The text of each key of a document; None, and counted, if it is of another subset."""
     if isinstance(value, str) and len(options.keys) == 1:
         return [_checked_text(value, options)]
     if not isinstance(value, dict):
@@ -220,9 +218,7 @@ def _check_reserved(texts: Sequence[str], reserved: str | None) -> None:
 
 
 def _checked_text(text: str, options: DocumentOptions) -> str:
-    """Return the text, repaired if options.ftfy. Raises BadDocument if it cannot be encoded as
-    UTF-8.
-    """
+    """Return the text, repaired if options.ftfy. Raises BadDocument if it is not valid Unicode."""
     if options.ftfy:
         import ftfy
 

@@ -84,9 +84,7 @@ def download(url: str, folder: Path) -> Path:
 
 
 def file_name(url: str) -> str:
-    """Return the name that `download` gives the file. Raises UserError if the URL is invalid or
-    names no file.
-    """
+    """The name that `download` gives the file. Raises UserError if the URL names no file."""
     address = _split_checksum(url)[0]
     name = PurePosixPath(unquote(urlsplit(address).path)).name
     if name in ("", ".", "..") or not name.isprintable():

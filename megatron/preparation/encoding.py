@@ -112,9 +112,7 @@ def encode_chunks(
 
 
 def _tokenize(texts: list[str], tokenizer: Tokenizer) -> Iterator[Iterable[list[int]]]:
-    """Yield the ids of each text, in pieces. If one is long, removes each from the list before it
-    is tokenized.
-    """
+    """Yield the ids of each text, in pieces. If one is long, empties the list on the way."""
     if any(len(text) > _LONG_TEXT for text in texts):
         texts.reverse()
         while texts:

@@ -34,9 +34,7 @@ _BLOCK = 1 << 22  # tokens in memory at a time while the result is read back
 
 @dataclass(frozen=True)
 class WrittenFiles:
-    """What `IndexedWriter.finalize` wrote: these fields of the manifest. largest_id: -1 if the .bin
-    is empty.
-    """
+    """The manifest's fields about what was written. largest_id: -1 if the .bin is empty."""
 
     dtype: str
     documents: int
@@ -215,9 +213,7 @@ class IndexedWriter:
         return written
 
     def close(self) -> None:
-        """Close the files and keep the temporary ones, for `publish` or for another writer to
-        resume.
-        """
+        """Close the files. The temporary ones stay, for `publish` or another writer."""
         if self._closed:
             return
         self._closed = True
@@ -240,9 +236,7 @@ class IndexedWriter:
 
 
 def is_resumable(prefix: str | Path, vocab_size: int, state: WriterState) -> bool:
-    """Whether the temporary files of an earlier writer are long enough for everything committed in
-    `state`.
-    """
+    """Whether an earlier writer's temporary files are long enough for what `state` committed."""
     binary, _, lengths = _partial_files(prefix)
     bin_size, lengths_size = _committed_sizes(state, id_type_for(vocab_size))
     committed = ((binary, bin_size), (lengths, lengths_size))

@@ -52,9 +52,7 @@ READABLE = (
 
 
 def file_format(name: str, suffixes: Sequence[str] = ()) -> str | None:
-    """Return the format of a file after decompression (a value of the table above), or None if it
-    is not supported.
-    """
+    """The format of a file after decompression (a value above); None if it is not supported."""
     plain = PurePosixPath(name)
     if name.endswith(_COMPRESSIONS):
         plain = plain.with_suffix("")
@@ -72,9 +70,7 @@ def file_format(name: str, suffixes: Sequence[str] = ()) -> str | None:
 
 
 def is_hidden(path: str) -> bool:
-    """Whether a file is skipped because of its name or its folders. path: in the input folder or
-    the archive.
-    """
+    """Whether a file is skipped for its name or folders. path: in the input folder or archive."""
     plain = PurePosixPath(path)
     if plain.name.startswith(_UNFINISHED):
         return True
@@ -150,9 +146,7 @@ def _files(path: Path, suffixes: Sequence[str]) -> list[InputFile]:
 
 
 def _names_below(folder: Path, suffixes: Sequence[str]) -> list[str]:
-    """The relative paths of all regular files below a folder. Raises OSError if a folder cannot be
-    read.
-    """
+    """The relative paths of all regular files below a folder. Raises UserError."""
 
     def fail(error: OSError) -> None:
         raise UserError(f"cannot read input {error.filename}: {error.strerror}") from error

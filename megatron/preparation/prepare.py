@@ -308,9 +308,7 @@ def _urls(options: PrepareOptions) -> tuple[str, ...]:
 
 
 def _given_tokenizer(options: PrepareOptions) -> TokenizerFiles:
-    """The tokenizer that the options name, after downloading GPT-2's files if they are needed and
-    none are given.
-    """
+    """The tokenizer that the options name. Downloads GPT-2's files if none are given."""
     tokenizer_type = options.tokenizer_type or "GPT2BPETokenizer"
     files = [options.vocab_file, options.merge_file]
     if tokenizer_type == "GPT2BPETokenizer" and files == [None, None]:

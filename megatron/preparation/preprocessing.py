@@ -249,9 +249,7 @@ class Journal:
 
 @dataclass
 class _Job:
-    """One call of `preprocess`. `state` is what has been committed, by this run or an
-    earlier one.
-    """
+    """One call of `preprocess`. `state`: what this run or an earlier one has committed."""
 
     journal: Journal
     name: str

@@ -82,9 +82,7 @@ class TextChunk:
 
 
 class ReadPosition(NamedTuple):
-    """A position between two chunks: the number of finished files, and of chunks (or rows) read
-    from the next file.
-    """
+    """A position: the number of finished files, and of chunks (or rows) read from the next one."""
 
     file: int = 0
     chunk: int = 0
@@ -186,9 +184,7 @@ class FileCorpus(ChunkSource):
             ) from error
 
     def _stream_chunks(self, raw: BinaryIO, name: str, source: str) -> Iterator[TextChunk]:
-        """Yield the chunks of a file. `name` determines the format, `source` is the name for
-        messages.
-        """
+        """Yield the chunks of a file. `name` determines the format, `source` is for messages."""
         if file_format(name, self._suffixes) not in ARCHIVE_FORMATS:
             yield from self._document_chunks(raw, name, source)
             return
@@ -202,9 +198,7 @@ class FileCorpus(ChunkSource):
             yield from self._document_chunks(content, member, source_of_member, in_archive=True)
 
     def _is_wanted(self, path: str) -> bool:
-        """Hidden members are skipped, with `suffixes` also all other types; otherwise these are an
-        error.
-        """
+        """Hidden members are skipped, with `suffixes` also other types, otherwise errors."""
         if is_hidden(path):
             return False
         return not self._suffixes or file_format(path, self._suffixes) is not None
@@ -268,9 +262,7 @@ def archive_members(
 
 
 class _StrictTarInfo(tarfile.TarInfo):
-    """A header that must be valid. `tarfile` treats a damaged or missing header as the end of the
-    archive.
-    """
+    """A header that must be valid. `tarfile` treats a damaged one as the end of the archive."""
 
     @classmethod
     def fromtarfile(cls, archive: tarfile.TarFile) -> "_StrictTarInfo":
@@ -283,9 +275,7 @@ class _StrictTarInfo(tarfile.TarInfo):
 
 
 def read_document(stream: BinaryIO, source: str, limit: int, beginning: bytes = b"") -> bytes:
-    """Return `beginning` and the rest of the stream. Raises UserError if these are more than
-    `limit` bytes.
-    """
+    """`beginning` and the rest of the stream. Raises UserError for more than `limit` bytes."""
     content = io.BytesIO()
     content.write(beginning)
     while block := stream.read(BLOCK):
@@ -305,9 +295,7 @@ def _check_document_size(size: int, source: str, limit: int) -> None:
 def line_chunks(
     stream: BinaryIO, source: str, may_be_list: bool, limit: int
 ) -> Iterator[TextChunk]:
-    """Yield blocks of complete lines, or one list if `may_be_list` and the first character of the
-    file is `[`.
-    """
+    """Yield blocks of complete lines, or one list if `may_be_list` and the file begins with `[`."""
     pieces: list[bytes] = []  # of an incomplete line
     line = 1
     while block := stream.read(BLOCK):

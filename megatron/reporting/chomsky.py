@@ -49,9 +49,7 @@ def chomsky_table(results: Sequence[Result], settings: ExperimentSettings) -> Ta
 
 
 def mean_cells(values: Iterable[Sequence[float]], *, standard_error: bool = False) -> list[Cell]:
-    """The mean over the seeds of each method; the highest ones are bold. standard_error: see
-    `format_mean`.
-    """
+    """The mean over the seeds of each method; the highest ones are bold. See `format_mean`."""
     texts, means = [], []
     for seeds in values:
         texts.append(format_mean(seeds or None, digits=3, standard_error=standard_error))
@@ -62,9 +60,7 @@ def mean_cells(values: Iterable[Sequence[float]], *, standard_error: bool = Fals
 def chomsky_figure(
     results: Sequence[Result], settings: ExperimentSettings, style: Style = SCREEN
 ) -> Figure:
-    """A panel per task with the accuracy of each method (mean over seeds) as a function of the
-    input length.
-    """
+    """A panel per task with the accuracy of each method (mean over seeds) by input length."""
     tasks = tasks_of(results, TASKS)
     numbers = line_numbers({result["pos_emb"]: result["pos_emb"] for result in results})
     columns = style.columns(len(tasks))

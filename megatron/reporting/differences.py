@@ -41,9 +41,7 @@ class Difference:
 
 
 class PairedLosses:
-    """The losses of document groups (`ExtrapolationRecord.groups`) by setting, method, length and
-    seed.
-    """
+    """Losses of document groups (`ExtrapolationRecord.groups`) by setting, method, length, seed."""
 
     def __init__(self, records: Iterable[AnyRecord]):
         self._records: dict[Key, dict[int | None, AnyRecord]] = {}

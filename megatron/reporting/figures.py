@@ -59,8 +59,7 @@ class ReportFigure:
         return render(self.draw, format="pdf")
 
 
-# -- perplexity by length
-# ---------------------------------------------------------------------------------------------
+# -- perplexity by length -------------------------------------------------------------------------
 
 
 def perplexity_figures(records: Sequence[AnyRecord]) -> list[ReportFigure]:
@@ -185,8 +184,7 @@ def _mode_panels(
     return figure, list(zip(all_axes, modes, strict=True)), columns
 
 
-# -- passkey retrieval
-# ------------------------------------------------------------------------------------------------
+# -- passkey retrieval ----------------------------------------------------------------------------
 
 
 def passkey_figures(records: Iterable[AnyRecord]) -> list[ReportFigure]:

@@ -1,6 +1,4 @@
-"""Numbers and file names as text. Every table, figure and page formats its numbers with these
-functions.
-"""
+"""Numbers and file names as text, for all tables, figures and pages."""
 
 import hashlib
 import math
@@ -98,9 +96,7 @@ def best_texts(
 
 
 def format_difference(difference: float, error: float | None) -> str:
-    """A difference with its sign (none if it rounds to 0) and, if known, its standard error:
-    +0.0123 ± 0.0041.
-    """
+    """A difference with its sign (none for 0) and standard error, if known: +0.0123 ± 0.0041."""
     text = f"{difference:+,.4f}"
     if float(text) == 0:
         text = "0.0000"

@@ -26,9 +26,7 @@ class Chapter:
 
 
 def render_page(title: str, chapters: Sequence[Chapter]) -> str:
-    """The complete document. Empty chapters are omitted. The template `report.html.j2` escapes all
-    text.
-    """
+    """The complete document, without empty chapters. The template escapes all text."""
     environment = templates("megatron.reporting")
     environment.filters["latex"] = latex
     environment.filters["base64"] = lambda content: base64.b64encode(content).decode("ascii")

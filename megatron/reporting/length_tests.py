@@ -1,6 +1,4 @@
-"""Results of the length tests of decoders: accuracy by length and by distance, as tables and a
-figure.
-"""
+"""Length tests of decoders: accuracy by length and by distance, as tables and a figure."""
 
 import statistics
 from collections.abc import Callable, Sequence
@@ -30,9 +28,7 @@ Curve = dict[int, float]  # percent by length, or by the first distance of a bin
 
 
 def length_table(results: Sequence[Result], settings: ExperimentSettings) -> Table:
-    """The accuracy of each method at each test length in percent: mean and standard error over
-    seeds.
-    """
+    """The accuracy of each method at each length in percent: mean, standard error over seeds."""
     columns = {length: f"{length:,}" for length in settings.test_lengths}
     note = ""
     if settings.train_longest in columns:
@@ -43,9 +39,7 @@ def length_table(results: Sequence[Result], settings: ExperimentSettings) -> Tab
 
 
 def distance_table(results: Sequence[Result], settings: ExperimentSettings) -> Table:
-    """The accuracy of each method at the longest test length in percent, by distance between key
-    and query.
-    """
+    """The accuracy at the longest length in percent, by distance between key and query."""
     first = sorted({distance for result in results for distance in _by_distance(result)})
     columns = {distance: f"{distance:,}–{2 * distance - 1:,}" for distance in first}
     title = f"Length tests: accuracy by distance at length {settings.test_lengths[-1]:,}"

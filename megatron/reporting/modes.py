@@ -88,9 +88,7 @@ def mode_figures(records: Sequence[AnyRecord]) -> list[ReportFigure]:
 
 
 def heat_map(losses: Measurements, setting: Setting, style: Style = SCREEN) -> Figure:
-    """A panel per length: methods by modes, colored by how far the loss is above the lowest one of
-    the length.
-    """
+    """A panel per length: methods by modes, colored by the loss above the lowest one."""
     # Room for the labels of rows and columns, in units of the panel's cells.
     methods = list(dict.fromkeys(method.pos_emb for method in losses.methods))
     modes = list(dict.fromkeys(method.mode for method in losses.methods))
@@ -153,7 +151,7 @@ def heat_map(losses: Measurements, setting: Setting, style: Style = SCREEN) -> F
         pad=0.01,
     )
     bar.outline.set_visible(False)
-    characters = int(style.width / style.em / CHARACTER)
+    characters = int(style.ems / CHARACTER)
     title = textwrap.fill(
         f"Loss (nats per token), {_title(setting)}", characters, break_on_hyphens=False
     )

@@ -59,15 +59,12 @@ def perplexity_tables(
     """
     tables = []
     for group in _groups(measurements(records, "extrapolation", "perplexity")):
-        tables.append(_table("kerple-3", group, group.methods, reference, rows="modes"))
+        tables.append(_table("kerple-3", group, group.methods, reference, by_mode=True))
         if not papers:
             continue
         for name, methods in _paper_layouts(group).items():
-            rows: Literal["lengths", "methods"] = "methods"
-            if name.startswith("kerple"):
-                rows = "lengths"
             if methods:
-                table = _table(name, group, methods, reference, rows=rows)
+                table = _table(name, group, methods, reference)
                 has_paper = any(row.published for row in table.rows)
                 tables.append(replace(table, file_only=not has_paper))
     return tables
@@ -144,17 +141,12 @@ def resolution_tables(records: Iterable[AnyRecord]) -> list[Table]:
         if any((record.get("resolution") or 0) < 0 for record in cell):
             cell = [{**record, "resolution": None, "note": NEGATIVE} for record in cell]
         shown += cell
-    tables = []
-    for group in _groups(measurements(shown, "resolution", "resolution")):
-        methods = group.methods
-        tables.append(_table("lex-resolution", group, methods, rows="methods", best="highest"))
-    return tables
+    groups = _groups(measurements(shown, "resolution", "resolution"))
+    return [_table("lex-resolution", group, group.methods) for group in groups]
 
 
 def passkey_tables(records: Iterable[AnyRecord]) -> list[Table]:
-    """Passkey accuracies per corpus, model size and training length: a section per depth, and one
-    for their mean.
-    """
+    """Passkey accuracies: a section per depth, and one for their mean."""
     accuracies = measurements(records, "passkey", "accuracy")
     tables = []
     for setting in accuracies.settings:
@@ -225,9 +217,7 @@ def _by_corpus(values: Measurements) -> list[Setting]:
 
 
 def _groups(values: Measurements) -> list[Measurements]:
-    """One group per model size, training length and protocol: the settings in a group differ only
-    in the corpus.
-    """
+    """The settings of a group differ only in the corpus."""
     groups: dict[tuple[object, ...], list[Setting]] = {}
     for setting in values.settings:
         common = setting.model, setting.train_length, setting.protocol
@@ -241,46 +231,64 @@ def _table(
     methods: Sequence[Method],
     reference: Method | None = None,
     *,
-    rows: Literal["lengths", "methods", "modes"],
-    best: Literal["lowest", "highest"] = "lowest",
+    by_mode: bool = False,
 ) -> Table:
     """A table of these methods in the layout of the published table `name`.
 
     Args:
-        reference: see `_cells`.
-        rows: what the rows are. `modes`: the methods, with a section per mode and without the
-            published values.
+        reference: methods that are significantly worse than it in the same mode are marked.
+        by_mode: a section per mode, methods as rows, and without the published values.
     """
-    # Methods in the order of the paper.
+    # Methods in the order of the paper. KERPLE's tables have a row per length.
     paper = load_published(name)
     methods = paper.ordered(methods)
     shown = group.select(group.settings, methods)
+    by_length = name.startswith("kerple") and not by_mode
+    best: Literal["lowest", "highest"] = "highest" if name == "lex-resolution" else "lowest"
 
     # The paper's names are only clear next to its values.
-    with_paper = rows != "modes" and any(map(paper.matches, group.settings))
+    with_paper = not by_mode and any(map(paper.matches, group.settings))
     names = {method: display_name(method) for method in methods}
     if with_paper:
         names = {method: paper.name(method) for method in methods}
 
     # A section per setting, or per mode.
     lines: list[Row | Section] = []
-    for title, setting, section_methods in _sections(shown, methods, by_mode=rows == "modes"):
+    for title, setting, section_methods in _sections(shown, methods, by_mode=by_mode):
         lines.append(Section(title))
         lengths = shown.lengths
-        if rows == "lengths":
+        if by_length:
             lengths = shown.select([setting]).lengths
 
-        # Cells by length, then a row per length or per method.
+        # Cells by length: ours, with the best in bold, and the paper's.
         grid, papers = [], []
         for length in lengths:
-            grid.append(_cells(group, setting, section_methods, length, reference, best))
-            papers.append(_paper_cells(paper, setting, section_methods, length))
+            values = [group.values(setting, method, length) for method in section_methods]
+            texts = list(map(format_mean, values))
+            bold = best_texts(comparable_means(values), texts, best)
+            cells, paper_cells = [], []
+            for method, value, text, is_best in zip(
+                section_methods, values, texts, bold, strict=True
+            ):
+                worse = False
+                if reference and value is not None:
+                    base = group.values(setting, replace(reference, mode=method.mode), length)
+                    is_other = base is not None and base is not value
+                    worse = is_other and significantly_better(base, value)
+                cells.append(Cell(text, is_best, worse))
+                text = paper.value(setting.corpus, method, length) or ""
+                dagger = text.endswith(DAGGER)
+                paper_cells.append(Cell(text.removesuffix(DAGGER).rstrip(), worse=dagger))
+            grid.append(cells)
+            papers.append(paper_cells)
+
+        # A row per length or per method.
         labels = list(map(format_length, lengths))
-        if rows != "lengths":
+        if not by_length:
             grid = list(map(list, zip(*grid, strict=True)))
             papers = list(map(list, zip(*papers, strict=True)))
             labels = [names[method] for method in section_methods]
-        if rows == "modes":
+        if by_mode:
             labels = [display_name(Method(method.pos_emb)) for method in section_methods]
             if compares_modes(section_methods):
                 labels = [method.mode for method in section_methods]
@@ -307,9 +315,9 @@ def _table(
     # Names of the file and the columns. The table of all modes has no layout of a paper.
     label_column, columns = "Method", tuple(map(format_length, shown.lengths))
     notes = [f"Layout: {paper.source}."]
-    if rows == "lengths":
+    if by_length:
         label_column, columns = "Length", tuple(names.values())
-    elif rows == "modes":
+    elif by_mode:
         name, notes = "perplexity", []
         if compares_modes(shown.methods):
             label_column = "Mode"
@@ -358,38 +366,6 @@ def _sections(
                 of_mode = [method for method in ours if method.mode == mode]
                 if of_mode:
                     yield f"{title}, {mode}", setting, of_mode
-
-
-def _paper_cells(
-    paper: Published, setting: Setting, methods: Sequence[Method], length: int
-) -> list[Cell]:
-    """One cell per method with the paper's value; empty if the paper has none."""
-    texts = [paper.value(setting.corpus, method, length) or "" for method in methods]
-    return [Cell(text.removesuffix(DAGGER).rstrip(), worse=text.endswith(DAGGER)) for text in texts]
-
-
-def _cells(
-    group: Measurements,
-    setting: Setting,
-    methods: Sequence[Method],
-    length: int,
-    reference: Method | None,
-    best: Literal["lowest", "highest"],
-) -> list[Cell]:
-    """One cell per method. Marks the best values (see `best_texts`), and as `worse` the methods
-    that are significantly worse than the reference method in the same mode.
-    """
-    values = [group.values(setting, method, length) for method in methods]
-    texts = list(map(format_mean, values))
-    bold = best_texts(comparable_means(values), texts, best)
-    cells = []
-    for method, cell, text, is_best in zip(methods, values, texts, bold, strict=True):
-        worse = False
-        if reference and cell is not None:
-            ours = group.values(setting, replace(reference, mode=method.mode), length)
-            worse = ours is not None and ours is not cell and significantly_better(ours, cell)
-        cells.append(Cell(text, best=is_best, worse=worse))
-    return cells
 
 
 def _notes(

@@ -65,9 +65,7 @@ def step_times(records: Iterable[AnyRecord]) -> list[StepTime]:
 
 
 def step_time_tables(times: Iterable[StepTime]) -> list[Table]:
-    """One table per model size and sequence length, with the published step times of models of the
-    same size.
-    """
+    """A table per model size and length, with the published step times of the same size."""
     # Our times and the published ones, by model size and sequence length.
     by_model: dict[tuple[int, int, int], list[StepTime]] = {}
     for time in times:

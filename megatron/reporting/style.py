@@ -41,9 +41,7 @@ PANEL = 14.0  # the narrowest panel, in em
 
 @dataclass(frozen=True)
 class Style:
-    """width: of a figure, in inches. size: of the text, in points. dpi: pixels per inch of PNG
-    files.
-    """
+    """width: of a figure in inches. size: of the text in points. dpi: pixels per inch of a PNG."""
 
     width: float
     size: float = 10.0
@@ -53,6 +51,11 @@ class Style:
     def em(self) -> float:
         """The size of the text in inches."""
         return self.size / 72
+
+    @property
+    def ems(self) -> float:
+        """The width of a figure in em."""
+        return self.width / self.em
 
     @property
     def parameters(self) -> Any:
@@ -89,7 +92,7 @@ class Style:
         """
         if not count:
             return 1
-        most = max(1, min(count, int(self.width / self.em / narrowest)))
+        most = max(1, min(count, int(self.ems / narrowest)))
         return math.ceil(count / math.ceil(count / most))
 
 
@@ -110,7 +113,7 @@ def render(
     varying = {"png": "Software", "pdf": "CreationDate"}[format]
     with rc_context(style.parameters):
         figure = draw(style)
-        longest = int(style.width / style.em / CHARACTER)
+        longest = int(style.ems / CHARACTER)
         for text in figure.findobj(Text):
             text.set_parse_math(False)
             lines = text.get_text().split("\n")
@@ -219,7 +222,7 @@ def panel_title(axes: Axes, style: Style, columns: int, text: str, margin: float
 
     margin: in em, for the labels to the left of the panel.
     """
-    longest = int((style.width / style.em / columns - margin) / (SMALL * CHARACTER))
+    longest = int((style.ems / columns - margin) / (SMALL * CHARACTER))
     axes.set_title(_shortened(text, longest), loc="left")
 
 
@@ -238,7 +241,7 @@ def thousands(axes: Axes, which: str = "x") -> None:
 def length_ticks(axes: Axes, style: Style, lengths: Sequence[int], columns: int) -> None:
     """A logarithmic axis with a tick at each length; the labels are rotated if they do not fit."""
     axes.set_xscale("log", base=2)
-    room = style.width / style.em / columns - 5
+    room = style.ems / columns - 5
     if sum(CHARACTER * len(f"{length:,}") + 0.5 for length in lengths) > room:
         axes.tick_params(axis="x", rotation=90)
     step = math.ceil(1.4 * len(lengths) / room)

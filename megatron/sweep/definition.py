@@ -1,6 +1,4 @@
-"""The sweep file (docs/experiments.md): base configuration, axes, and the evaluation
-of every run.
-"""
+"""The sweep file (docs/experiments.md): base configuration, axes, evaluation of every run."""
 
 import itertools
 import math
@@ -32,9 +30,7 @@ REQUIRED_KEYS = ("output", "base", "axes", "evaluation")
 
 @dataclass(frozen=True)
 class Choice:
-    """A choice on an axis: its label, which names a folder, and the files and keys it adds to the
-    configuration.
-    """
+    """A choice on an axis: its label, which names a folder, and the files and keys it adds."""
 
     label: str
     files: tuple[str, ...]

@@ -101,9 +101,7 @@ class State(Enum):
 
 
 class Status(NamedTuple):
-    """State of a run, the iteration of its last checkpoint (0: none), and the number of iterations
-    left to train.
-    """
+    """State of a run, the iteration of its last checkpoint (0: none), and iterations left."""
 
     state: State
     saved_iteration: int
@@ -112,9 +110,7 @@ class Status(NamedTuple):
 
 @dataclass(frozen=True)
 class SweepRun:
-    """A run of a sweep: one combination of choices. Its state is read from its folder at every
-    call.
-    """
+    """A run of a sweep: one combination of choices. Every call reads its state from its folder."""
 
     name: str
     folder: Path
@@ -230,9 +226,7 @@ class SweepRun:
         (self.folder / FAILED).unlink(missing_ok=True)
 
     def failed_at(self) -> int | None:
-        """Modification time in ns of the record of a failure; None if the run has not failed since
-        it was tried.
-        """
+        """Modification time in ns of the record of a failure; None without a failure."""
         try:
             return (self.folder / FAILED).stat().st_mtime_ns
         except OSError:
@@ -303,10 +297,10 @@ class SweepRun:
         if not has_checkpoint(self.checkpoints):
             data = {prefix: _identify_dataset(prefix) for prefix in dataset_prefixes(self.config)}
             write_atomically(self.folder / DATA, f"{json.dumps(data, indent=1)}\n".encode())
+
+        # YAML has no surrogate pairs.
         path = self.folder / "config.yml"
-        content = json.dumps(
-            self.config.to_flat(), indent=1, ensure_ascii=False
-        )  # YAML has no surrogate pairs
+        content = json.dumps(self.config.to_flat(), indent=1, ensure_ascii=False)
         write_atomically(path, f"{content}\n".encode())
         return path
 
@@ -387,9 +381,7 @@ def _check_keys(run: SweepRun) -> None:
 
 
 def select(runs: Sequence[SweepRun], patterns: Sequence[str]) -> list[SweepRun]:
-    """The runs whose names match one of the shell patterns. Raises UserError if a pattern matches
-    no run.
-    """
+    """The runs whose names match a shell pattern. Raises UserError if a pattern matches none."""
     for pattern in patterns:
         if not any(fnmatchcase(run.name, pattern) for run in runs):
             raise UserError(
@@ -460,7 +452,5 @@ def _identify_dataset(prefix: str) -> dict[str, str]:
 
 @functools.cache
 def _sha256(path: Path, _size: int, _modified: int) -> str:
-    """SHA-256 of a file. The size and modification time are those of the content that the cache
-    keeps it for.
-    """
+    """SHA-256 of a file, cached for its size and modification time."""
     return file_sha256(path)

@@ -73,18 +73,18 @@ class Display:
         self._total = len(runs)
         self._finished = sum(status.state is State.FINISHED for status in statuses)
         self._failed = 0
-        self._steps_left = {
-            run.name: status.steps_left for run, status in zip(runs, statuses, strict=True)
-        }
-        self._done = dict.fromkeys(self._steps_left, 0.0)
         self._refreshed_at = time.monotonic()
-        self._work: dict[str, float] = dict(self._steps_left)
+
+        # The work of each run, in steps. An evaluation is a share of them.
+        self._steps_left: dict[str, int] = {}
+        self._work: dict[str, float] = {}
         for run, status in zip(runs, statuses, strict=True):
+            self._steps_left[run.name] = self._work[run.name] = status.steps_left
             if status.state is not State.FINISHED:
                 self._work[run.name] += EVALUATION_SHARE * run.steps
-        self.progress = Progress(
-            "sweep", sum(self._work.values()), log_interval=LOG_INTERVAL, console=console
-        )
+        self._done = dict.fromkeys(self._work, 0.0)
+        total = sum(self._work.values())
+        self.progress = Progress("sweep", total, log_interval=LOG_INTERVAL, console=console)
 
     def finished(self, run: SweepRun, how: str) -> None:
         self._finished += 1
@@ -116,6 +116,7 @@ class Display:
             run, text = job.run, f"{job.run.name} {job.task}"
             steps_left = self._steps_left[run.name]
             if job.task == "training":
+                # Steps before this sweep started took none of its time.
                 iteration = run.logged_iteration()
                 trained = iteration - (run.steps - steps_left)
                 self._done[run.name] = min(max(trained, 0), steps_left)
@@ -128,9 +129,10 @@ class Display:
         )
 
     def _counts(self) -> str:
-        return f"{self._finished}/{self._total}" + (
-            f", {self._failed} failed" if self._failed else ""
-        )
+        counts = f"{self._finished}/{self._total}"
+        if self._failed:
+            counts += f", {self._failed} failed"
+        return counts
 
 
 class Runner:
@@ -175,10 +177,11 @@ class Runner:
         previous = {number: signal.signal(number, self._handle_signal) for number in STOP_SIGNALS}
         try:
             while self._jobs or (waiting and not self._signals):
+                # Start as many runs as there are devices. On a CPU, their names are empty.
                 while waiting and not self._signals:
-                    count = (
-                        waiting[0].num_gpus if self._free_devices and self._free_devices[0] else 1
-                    )
+                    count = 1
+                    if any(self._free_devices):
+                        count = waiting[0].num_gpus
                     if len(self._free_devices) < count:
                         break
                     run = waiting.pop(0)
@@ -188,6 +191,8 @@ class Runner:
                         claimed_elsewhere[run.name] = str(error)
                     except UserError as error:
                         self._fail(Failure(run, PREPARATION, str(error)))
+
+                # Look at those that run.
                 for job in list(self._jobs):
                     self._advance(job)
                 self._display.update(self._jobs)
@@ -200,7 +205,8 @@ class Runner:
         finally:
             for number, handler in previous.items():
                 signal.signal(number, handler)
-        return (self._signals[0] if self._signals else None), list(claimed_elsewhere.values())
+        first_signal = next(iter(self._signals), None)
+        return first_signal, list(claimed_elsewhere.values())
 
     def _claim(self, run: SweepRun, num_devices: int, failed_before: int | None) -> bool:
         """Claim a run and make it a job. Returns False if another process has finished it, or tried
@@ -230,10 +236,8 @@ class Runner:
             claim.release()
             return False
         run.forget_failure()
-        devices, self._free_devices = (
-            self._free_devices[:num_devices],
-            self._free_devices[num_devices:],
-        )
+        devices = self._free_devices[:num_devices]
+        self._free_devices = self._free_devices[num_devices:]
         self._jobs.append(Job(run, claim, devices))
         if pids := find_processes(run.folder):
             self._display.progress.print(
@@ -243,9 +247,7 @@ class Runner:
         return True
 
     def _advance(self, job: Job) -> None:
-        """Start the next process of a job that has none, forward a signal to its process, or handle
-        its exit.
-        """
+        """Start the next process of a job, forward a signal to its process, or handle its exit."""
         if job.process is None:
             if self._signals:
                 self._remove(job)
@@ -259,11 +261,9 @@ class Runner:
         exit_status = job.process.poll()
         if exit_status is None:
             # Signals are forwarded here, not in the handler, so one that arrives while a process
-            # starts reaches it too.
+            # starts reaches it too. The launcher kills its processes at the second one.
             if job.signals_sent < len(self._signals):
-                job.process.send_signal(
-                    signal.SIGTERM
-                )  # the launcher kills its processes at the second signal
+                job.process.send_signal(signal.SIGTERM)
                 job.signals_sent += 1
             return
         job.process = None
@@ -285,16 +285,19 @@ class Runner:
         finished; or record and return its failure. Raises UserError if the run's files are damaged
         or cannot be written.
         """
+        # A process can exit with 0 without its result.
         run = job.run
-        if exit_status == 0 and (
-            run.is_trained() if job.task == "training" else has_results(run.results)
-        ):
+        has_succeeded = exit_status == 0
+        if has_succeeded and job.task == "training":
+            has_succeeded = run.is_trained()
+        elif has_succeeded:
+            has_succeeded = has_results(run.results)
+        if has_succeeded:
             if job.task == "evaluation":
                 run.mark_evaluated()
             if run.status().state is State.FINISHED:
-                self._display.finished(
-                    run, f"in {readable_time(time.monotonic() - job.started_at)}"
-                )
+                seconds = time.monotonic() - job.started_at
+                self._display.finished(run, f"in {readable_time(seconds)}")
                 self._remove(job)
             return None
         run.mark_failed(job.task, exit_status)
@@ -310,9 +313,8 @@ class Runner:
         if run.is_trained():
             job.task = "evaluation"
             command = [*self._kerple, "evaluate", config, "--output", str(run.results), "--replace"]
-            command.append(
-                "--skip-unsupported"
-            )  # the sweep has checked that another run supports the mode
+            # The sweep has checked that another run supports the mode.
+            command.append("--skip-unsupported")
             command += run.start_evaluation()
         else:
             job.task = "training"
@@ -331,11 +333,10 @@ class Runner:
 
     def _handle_signal(self, number: int, _frame: object) -> None:
         self._signals.append(number)
-        self._display.progress.print(
-            "stopping: the runs save and exit; repeat the signal to kill them"
-            if len(self._signals) == 1
-            else "killing the runs"
-        )
+        line = "killing the runs"
+        if len(self._signals) == 1:
+            line = "stopping: the runs save and exit; repeat the signal to kill them"
+        self._display.progress.print(line)
 
 
 def start_process(

@@ -76,6 +76,8 @@ class _LibraryTokenizer(Tokenizer):
         # In a byte-level vocabulary each character of a token is one byte.
         if not isinstance(self._tokenizer.decoder, tokenizers.decoders.ByteLevel):
             return None
+
+        # Special tokens stand for their text, except those around documents.
         lengths = np.zeros(self.vocab_size, dtype=np.int64)
         for token, token_id in self._tokenizer.get_vocab(with_added_tokens=False).items():
             lengths[token_id] = len(token)
@@ -155,6 +157,8 @@ class GPT2BPETokenizer(_LibraryTokenizer):
         ):
             model = tokenizers.models.BPE.from_file(str(vocab_file), str(merge_file))
             tokenizer = byte_level_tokenizer(model)
+
+        # GPT-2's vocabulary has its end-of-document token and all bytes.
         vocab = tokenizer.get_vocab()
         if END_OF_DOCUMENT not in vocab:
             raise UserError(
@@ -179,6 +183,7 @@ def text_initial_token(tokenizer: tokenizers.Tokenizer, source: str | Path) -> i
     processor = tokenizer.post_processor
     if processor is None:
         return None
+
     # A text that has tokens, without and with the post-processor.
     with library_errors(f"{source}: the tokenizer cannot encode a text"):
         tokenizer.post_processor = None
@@ -187,6 +192,8 @@ def text_initial_token(tokenizer: tokenizers.Tokenizer, source: str | Path) -> i
                 break
         tokenizer.post_processor = processor
         encoding = tokenizer.encode(text)
+
+    # The text must be there once, after at most one token.
     added = encoding.special_tokens_mask
     if added.count(0) != count:
         raise UserError(
@@ -230,6 +237,8 @@ def train_bpe(
             f"vocabulary size {vocab_size} is too small: a byte-level BPE has the 256 bytes and "
             f"{END_OF_DOCUMENT}, so at least {MIN_VOCAB_SIZE}"
         )
+
+    # Pairs that occur once are not merged.
     tokenizer = byte_level_tokenizer(tokenizers.models.BPE())
     trainer = tokenizers.trainers.BpeTrainer(
         vocab_size=vocab_size,
@@ -257,12 +266,15 @@ def _is_splittable(tokenizer: tokenizers.Tokenizer) -> bool:
     GPT-2's pre-tokenization pattern always starts a new piece there. A normalizer, or added tokens
     that contain or absorb white space, break this property.
     """
+    # GPT-2's pattern, and nothing before it.
     settings = json.loads(tokenizer.to_str())
     pre_tokenizer = settings.get("pre_tokenizer") or {}
     if settings.get("normalizer") is not None or pre_tokenizer.get("type") != "ByteLevel":
         return False
     if not pre_tokenizer.get("use_regex", True) or pre_tokenizer["add_prefix_space"]:
         return False
+
+    # No added token with or around white space.
     for token in settings["added_tokens"]:
         if token["lstrip"] or token["rstrip"] or token["single_word"]:
             return False

@@ -42,9 +42,7 @@ class Tokenizer(ABC):
 
     @property
     def first(self) -> int:
-        """The token that precedes the first one of a text: `bos`, or else `eod`, which ends the
-        previous document.
-        """
+        """The token before a text: `bos`, or else `eod`, which ends the previous document."""
         if self.bos is None:
             return self.eod
         return self.bos
@@ -56,9 +54,7 @@ class Tokenizer(ABC):
         """
 
     def tokenize_continuation(self, text: str) -> list[int]:
-        """Return the token ids that `text`, which starts with white space, adds to the end of
-        another text.
-        """
+        """The ids that `text`, which starts with white space, adds to the end of another text."""
         return self.tokenize("." + text)[len(self.tokenize(".")) :]
 
     @property
@@ -77,6 +73,7 @@ class Tokenizer(ABC):
         """Return the text that `ids` add to the text of `prompt`. Alone, the first word of
         SentencePiece's ids would lose the space before it.
         """
+        # A continuation can change the end of the prompt, such as half a character.
         before, text = self.detokenize(prompt), self.detokenize([*prompt, *ids])
         return text[len(before) :] if text.startswith(before) else self.detokenize(ids)
 
@@ -122,6 +119,7 @@ class SpecialTokens:
         """Read the tokenizer_config.json in the folder of a vocabulary file; no special tokens
         without one. Raises UserError if it is not JSON of the expected form.
         """
+        # Only the keys that matter here are read.
         file = path.parent / TOKENIZER_CONFIG
         if not os.path.isfile(file):
             return cls()

@@ -42,6 +42,8 @@ class SPMTokenizer(Tokenizer):
                 "can mark the end of a document"
             )
         self.eod = eod
+
+        # The tokenizer_config.json can add tokens, which the model does not have.
         special = SpecialTokens.next_to(path)
         if special.largest_id >= self.vocab_size:
             raise UserError(

@@ -75,6 +75,7 @@ def build_tokenizer(
     Raises UserError if the type is unknown or unsupported, a file is missing, unreadable or
     inconsistent, or the vocabulary has no end-of-document token.
     """
+    # A library is imported only for its own type.
     if tokenizer_type in _UNSUPPORTED_TYPES:
         raise UserError(
             f"tokenizer-type {tokenizer_type} is not supported: "
@@ -122,9 +123,7 @@ class TokenizerFiles:
         vocab_file: str | Path | None = None,
         merge_file: str | Path | None = None,
     ) -> "TokenizerFiles":
-        """The tokenizer of a configuration. The arguments replace the files that the configuration
-        names.
-        """
+        """The tokenizer of a configuration. The arguments replace its files."""
         keys = config.tokenizer
         return cls(
             keys.tokenizer_type, vocab_file or keys.vocab_file, merge_file or keys.merge_file

@@ -115,9 +115,7 @@ def integer(lowest: int, highest: int = MAX_INT) -> Callable[[str], int]:
 def number(
     lowest: float, highest: float = math.inf, *, above: bool = False
 ) -> Callable[[str], float]:
-    """The `type` of an option whose value is a finite number in this range; `above` excludes
-    `lowest`.
-    """
+    """The `type` of an option with a finite number in this range; `above` excludes `lowest`."""
 
     def parse(text: str) -> float:
         try:
@@ -243,13 +241,11 @@ def run_main(main: Callable[[], int | None]) -> int:
 
 
 def _explain(error: BaseException) -> tuple[int, str]:
-    """The exit status for an exception, and the line to print, if any. Writes the log of an
-    unexpected error.
-    """
+    """The exit status, and the line to print, if any. Writes the log of an unexpected error."""
     if isinstance(error, UserError):
         return EXIT_STATUS_OF_USER_ERROR, str(error)
     if isinstance(error, KeyboardInterrupt):
-        return EXIT_STATUS_OF_INTERRUPT, f"interrupted; {error}" if str(error) else "interrupted"
+        return EXIT_STATUS_OF_INTERRUPT, "; ".join(filter(None, ("interrupted", str(error))))
     if isinstance(error, BrokenPipeError) and _stdout_has_no_reader():
         # Otherwise, the interpreter would report the same error when it flushes stdout at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

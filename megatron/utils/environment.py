@@ -91,9 +91,7 @@ def _cpu_info() -> list[str]:
 
 
 def slow_dtype_notice(device: torch.device, dtype: torch.dtype) -> str | None:
-    """A line for the log if torch has no fast matrix products of this dtype on this CPU; otherwise
-    None.
-    """
+    """A line for the log if torch has no fast matrix products of this dtype on this CPU."""
     names = {torch.bfloat16: "bf16", torch.float16: "fp16"}
     if device.type != "cpu" or dtype not in names:
         return None

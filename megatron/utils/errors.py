@@ -24,9 +24,7 @@ def install_command(extra: str) -> str:
 
 
 def import_package(name: str, extra: str, use: str) -> Any:
-    """A package of an extra of this project. Raises UserError, which begins with `use`, if it is
-    not installed.
-    """
+    """A package of an extra. Raises UserError, which begins with `use`, if it is not installed."""
     try:
         return importlib.import_module(name)
     except ImportError as error:
@@ -60,9 +58,7 @@ def library_errors(problem: str) -> Iterator[None]:
 
 
 def visible(text: str) -> str:
-    """`text` with control characters and lone surrogates as backslash escapes, except newlines and
-    tabs.
-    """
+    r"""`text` with control characters and lone surrogates, but not \n and \t, as escapes."""
     shown = []
     for character in text:
         if not character.isprintable() and character not in "\n\t":

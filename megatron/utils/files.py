@@ -74,9 +74,7 @@ def read_file(path: str | Path, limit: int = 1 << 26) -> bytes:
 
 
 def read_lines(path: str | Path, limit: int) -> Iterator[bytes]:
-    """The lines of a regular file of any size, with their newlines. Like `read_file`; `limit` is
-    that of a line.
-    """
+    """The lines of a regular file of any size, with newlines. limit: of a line."""
     with read_errors(path), open_file(path) as stream:
         number = 0
         while line := stream.readline(limit + 1):
@@ -111,10 +109,12 @@ def check_writable(folder: str | Path, key: str) -> None:
     closest existing parent is checked. Raises UserError that names `key`, the key or option of the
     folder.
     """
+    # The closest folder that exists.
     place = Path(folder).absolute()
     try:
         while not os.path.lexists(place):
             place = place.parent
+
         # Without a name where the file system allows it, so that a killed process leaves nothing
         # behind.
         with tempfile.TemporaryFile(prefix=".writable-", dir=place) as stream:
@@ -132,6 +132,7 @@ def write_atomically(path: str | Path, content: bytes) -> None:
 
     Raises UserError if the file cannot be written, for example because the disk is full.
     """
+    # The name has the process, so that two processes do not write to one file.
     path = Path(path)
     partial = path.with_name(f"{path.name}.partial-{os.getpid()}")
     try:

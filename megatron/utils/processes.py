@@ -25,7 +25,9 @@ _prctl = getattr(ctypes.CDLL(None), "prctl", None)  # only Linux has it
 
 def available_cores() -> int:
     """The number of processors that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def signal_without_parent(number: int) -> Callable[[], None]:
@@ -96,6 +98,7 @@ class Lock:
         Raises LockBusyError if a process still holds it then, and UserError if the file cannot be
         written, or its file system does not support flock.
         """
+        # The content of the file is only for the message of other processes.
         try:
             self._created_folder = not self._path.parent.exists()
             self._path.parent.mkdir(parents=True, exist_ok=True)

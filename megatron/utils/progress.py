@@ -1,6 +1,4 @@
-"""Progress of long tasks, with rate and time left: a line that changes in a terminal, periodic
-lines in a log.
-"""
+"""Progress of long tasks: a line that changes in a terminal, periodic lines in a log."""
 
 import time
 
@@ -74,6 +72,8 @@ class Progress:
         if not self._enabled or self._interval is None or now - self._shown_at < self._interval:
             return
         self._shown_at = now
+
+        # A terminal shows the line in place of the last one.
         line = f"{self.description}: {self._status(status)}"
         if self._console.is_terminal:
             self._console.control(_ERASE_LINE)

@@ -4,9 +4,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescap
 
 
 def templates(package: str) -> Environment:
-    """The templates in a package. Those of HTML escape all values; a value that is missing is an
-    error.
-    """
+    """The templates in a package. HTML escapes all values; a missing value is an error."""
     return Environment(
         loader=PackageLoader(package, ""),
         autoescape=select_autoescape(("html.j2",)),

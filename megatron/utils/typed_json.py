@@ -1,6 +1,4 @@
-"""JSON from outside, checked against a type: one error that names the place, the field and the
-value.
-"""
+"""JSON from outside, checked against a type. Errors name the place, the field and the value."""
 
 import re
 from typing import Annotated, Any, TypeVar
@@ -73,11 +71,14 @@ def check_json(value: Any, adapter: TypeAdapter[T], place: str) -> T:
 
 def error_text(error: ErrorDetails) -> str:
     """The field, what is wrong with it, and its value, of an error that pydantic found."""
+    # The path of the field, as in Python.
     message = problem_text(error)
     field = ""
     for part in error["loc"]:
         form = "[{}]" if isinstance(part, int) else ".{}"
         field += form.format(part)
+
+    # Simple values are shown, of others only the type.
     if error["type"] != "missing":
         value: Any = error["input"]
         text = f"a value of type {type(value).__name__}"

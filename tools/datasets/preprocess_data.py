@@ -30,6 +30,7 @@ from megatron.utils.command_line import docstring_parser, integer, path_option, 
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    # The documents.
     parser = docstring_parser(__doc__)
     data = parser.add_argument_group("input")
     add_input_arguments(data)
@@ -44,6 +45,8 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     data.add_argument(
         "--pile-subset", help="keep only documents with this meta.pile_set_name (e.g. Github)"
     )
+
+    # The tokenizer, and what it does with documents.
     tokenizer = parser.add_argument_group("tokenizer")
     tokenizer.add_argument(
         "--tokenizer-type", required=True, help=f"one of {', '.join(TOKENIZER_TYPES)}"
@@ -61,6 +64,8 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     tokenizer.add_argument(
         "--ftfy", action="store_true", help="repair broken Unicode with the package ftfy"
     )
+
+    # The dataset.
     output = parser.add_argument_group("output")
     output.add_argument(
         "--output-prefix",

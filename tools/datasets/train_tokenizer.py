@@ -61,12 +61,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     texts = filter(None, read_texts(corpus.chunks(), options, rejected))
     first = next(texts, None)
     if first is None:
-        reason = (
-            f" ({rejected.bad:,} documents are unreadable: {rejected.examples[0]})"
-            if rejected.bad
-            else ""
-        )
-        raise UserError(f"there is nothing to train on: the input contains no text{reason}")
+        message = "there is nothing to train on: the input contains no text"
+        if rejected.bad:
+            message += f" ({rejected.bad:,} documents are unreadable: {rejected.examples[0]})"
+        raise UserError(message)
     limited = limit_texts(itertools.chain([first], texts), arguments.max_megabytes)
     tokenizer = train_bpe(limited, arguments.vocab_size, progress=sys.stderr.isatty())
     arguments.output.parent.mkdir(parents=True, exist_ok=True)

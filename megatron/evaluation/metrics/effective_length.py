@@ -31,6 +31,7 @@ def effective_lengths(
     methods: (label, method) pairs from `megatron.checkpoint.inspection.positional_methods`. Methods
     without a bias are skipped; if none is left, the record has a note.
     """
+    # Only a bias over distance has an effective length.
     by_label = {}
     for label, method in methods:
         if "bias" in method.hooks:

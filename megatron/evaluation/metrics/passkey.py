@@ -99,12 +99,24 @@ class Prompts:
         """
         introduction, question, filler = self._pieces
         generator = self._generator(length, depth)
+        sizes = np.array(list(map(len, filler)))
         rows, answer_lengths = [], []
         for sentence, answer in self.keys(length, depth, trials):
-            # The key is at the boundary of sentences that is nearest to the depth.
+            # Enough random sentences even if all are the shortest; those beyond the room are
+            # dropped.
             room = length + 1 - len(introduction) - len(question) - len(sentence) - len(answer)
-            text, boundaries = _filler(filler, room, generator)
-            place = min(boundaries, key=lambda boundary: abs(boundary - depth * room))
+            choices = generator.integers(len(filler), size=room // sizes.min() + 1)
+            ends = np.cumsum(sizes[choices])
+            choices = choices[: np.searchsorted(ends, room) + 1]
+            text = [token for index in choices for token in filler[index]]
+
+            # Cut the first sentence, so that the text has exactly this room.
+            surplus = len(text) - room
+            text = text[surplus:]
+            boundaries = {0, *(max(0, int(end) - surplus) for end in ends[: len(choices)])}
+
+            # The key is at the boundary of sentences that is nearest to the depth.
+            place = min(sorted(boundaries), key=lambda boundary: abs(boundary - depth * room))
             before, after = introduction + text[:place], text[place:] + question
             rows.append(before + sentence + after + answer)
             answer_lengths.append(len(answer))
@@ -112,25 +124,6 @@ class Prompts:
 
     def _generator(self, length: int, depth: float) -> np.random.Generator:
         return np.random.default_rng([self.seed, length, round(depth * 1e6)])
-
-
-def _filler(
-    sentences: Sequence[Sequence[int]], room: int, generator: np.random.Generator
-) -> tuple[list[int], list[int]]:
-    """(exactly `room` tokens of random sentences, the first of which may be cut; the boundaries
-    between sentences).
-    """
-    # Enough sentences even if all are the shortest; those beyond the room are dropped.
-    sizes = np.array([len(sentence) for sentence in sentences])
-    choices = generator.integers(len(sentences), size=room // sizes.min() + 1)
-    ends = np.cumsum(sizes[choices])
-    choices = choices[: np.searchsorted(ends, room) + 1]
-
-    # Cut the first sentence.
-    text = [token for index in choices for token in sentences[index]]
-    surplus = len(text) - room
-    boundaries = {0, *(max(0, int(end) - surplus) for end in ends[: len(choices)])}
-    return text[surplus:], sorted(boundaries)
 
 
 @dataclass(frozen=True)
@@ -193,9 +186,7 @@ def plan_passkey(
     provenance: Provenance,
     corpus: str | None = None,
 ) -> list[PasskeyTask]:
-    """The tasks by mode, length and depth, in this order. Raises UserError if a length is too short
-    for the prompt.
-    """
+    """The tasks by mode, length and depth. Raises UserError if a length is too short."""
     # The prompts must fit into memory.
     if trials * (max(lengths) + 1) > MAX_TOKENS:
         raise UserError(

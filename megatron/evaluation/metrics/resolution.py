@@ -155,14 +155,19 @@ class ScoreRecorder:
         if method is not None and "scale_qk" in method.hooks:
             rows = min(rows, method.segment)
         max_kv_len = span.max_kv_len(t)
-        self._reserve(query, t)
+
+        # Sums for as many distances as there are keys.
+        if not len(self._counts):
+            self._sums = query.new_zeros(*query.shape[:2], 0, dtype=torch.float64)
+            self._counts = query.new_zeros(0, dtype=torch.float64)
+        missing = max(0, t - len(self._counts))
+        self._sums = F.pad(self._sums, (0, missing))
+        self._counts = F.pad(self._counts, (0, missing))
         for first in range(0, s, rows):
             last = min(first + rows, s)
             begin, end = span.first_key(t - s + first), t - s + last
-            queries, keys = (
-                query[:, :, first:last],
-                key[:, :, begin:end],
-            )  # [b, h, c, d], [b, g, l, d]
+            queries = query[:, :, first:last]  # [b, h, c, d]
+            keys = key[:, :, begin:end]  # [b, g, l, d]
             query_positions = torch.arange(t - s + first, end) + dropped
             key_positions = torch.arange(begin, end) + dropped
             if method is not None and "scale_qk" in method.hooks:
@@ -201,15 +206,6 @@ class ScoreRecorder:
         powers = (means - means.amax(dim=-1, keepdim=True)).exp()
         near, far = powers[..., :-1], powers[..., 1:]
         return (near * (near - far)).sum(dim=-1) / near.sum(dim=-1) ** 2
-
-    def _reserve(self, query: Tensor, distances: int) -> None:
-        """Extend the sums to at least `distances`."""
-        if not len(self._counts):
-            self._sums = query.new_zeros(*query.shape[:2], 0, dtype=torch.float64)
-            self._counts = query.new_zeros(0, dtype=torch.float64)
-        missing = max(0, distances - len(self._counts))
-        self._sums = F.pad(self._sums, (0, missing))
-        self._counts = F.pad(self._counts, (0, missing))
 
 
 def sum_by_distance(values: Tensor) -> Tensor:
