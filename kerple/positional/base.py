@@ -407,7 +407,7 @@ class Bias(PositionalMethod):
     @abstractmethod
     def bias(self, distance: Tensor) -> Tensor:
         """float32 `[h, *distance.shape]`, for float32 distances >= 0 of any shape, in any parameter
-        dtype.
+        dtype. A value must depend only on its own distance, not on the others of the call.
         """
 
 
