@@ -188,7 +188,7 @@ def attend(
             larger of s and t. Queries and keys both begin at position 0, and without a window there
             may be more queries than keys. A window has `window` - 1 keys on both sides.
         dropout_p: probability of dropping an attention probability.
-        scale: factor of q.k, 1 / sqrt(d) by default.
+        scale: factor of q.k, positive and finite; 1 / sqrt(d) by default.
         backend: one of `backend_names()`.
 
     Raises ValueError for arguments that do not fit together or an unknown backend, and

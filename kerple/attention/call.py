@@ -11,6 +11,7 @@ Legend: b batch, s query length, t key length, h heads (of queries), g key/value
 v size of the value heads, p coefficients per head; c queries, l keys.
 """
 
+import math
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
 
@@ -284,6 +285,11 @@ class AttentionCall:
         check_shapes(self.query, self.key, self.value)
         check_states(self)
         tables = self.tables
+        if not isinstance(tables, PositionTables):
+            raise ValueError(
+                f"tables of type {type(tables).__name__} must be PositionTables: pass "
+                "tables=position_tables(method, length, device), or use attend(bias_table=...)"
+            )
         if self.decay_sums is not None:
             check_decay(self, self.decay_sums)
         if self.method is not None:
@@ -310,7 +316,9 @@ def check_shapes(query: Tensor, key: Tensor, value: Tensor) -> None:
 
 
 def check_states(call: AttentionCall) -> None:
-    """Raises ValueError for dtypes, lengths, masks or a dropout probability that do not fit."""
+    """Raises ValueError for dtypes, lengths, masks, a scale or a dropout probability that do not
+    fit.
+    """
     query = call.query
     span = call.span
     documents = call.documents
@@ -346,7 +354,9 @@ def check_states(call: AttentionCall) -> None:
             "pass the keys from the start of a block on"
         )
 
-    # Dropout and masks.
+    # Scale, dropout and masks.
+    if not 0.0 < call.scale < math.inf:
+        raise ValueError(f"scale must be positive and finite; got {call.scale}")
     if not 0.0 <= call.dropout_p < 1.0:
         raise ValueError(f"dropout_p must be at least 0 and below 1; got {call.dropout_p}")
     mask = call.key_mask
@@ -380,10 +390,8 @@ def check_decay(call: AttentionCall, sums: Tensor) -> None:
         raise ValueError(
             f"decay_sums {list(sums.shape)} must be {list(expected)}, for each head and key"
         )
-    if call.tables.weight is not None or "modify_scores" in call.hooks or call.scale == 0.0:
-        raise ValueError(
-            "decay_sums cannot be combined with weight_table, modify_scores or a scale of 0"
-        )
+    if call.tables.weight is not None or "modify_scores" in call.hooks:
+        raise ValueError("decay_sums cannot be combined with weight_table or modify_scores")
 
 
 def check_method(call: AttentionCall, method: PositionalMethod) -> None:

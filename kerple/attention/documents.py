@@ -109,9 +109,10 @@ class Documents:
     def _tokens(self) -> list[Tensor]:
         """The tokens of each document, int64 on the CPU: ascending indices of the flat rows."""
         ids = self._ids_on_cpu
-        # A number for each document of each row.
-        rows = torch.arange(len(ids))[:, None] * (ids.max() - ids.min() + 1)
-        numbers = (ids - ids.min() + rows).flatten()
+        # A number for each document of each row. Sums with the ids themselves could overflow.
+        found, index = ids.unique(return_inverse=True)
+        rows = torch.arange(len(ids))[:, None] * len(found)
+        numbers = (index + rows).flatten()
         order = numbers.argsort(stable=True)
         _, counts = numbers[order].unique_consecutive(return_counts=True)
         documents = order.split(counts.tolist())

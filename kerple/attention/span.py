@@ -4,6 +4,7 @@ Legend: s query length, t key length.
 """
 
 from dataclasses import dataclass, replace
+from numbers import Integral
 from typing import TypeVar
 
 import torch
@@ -17,8 +18,8 @@ class Span:
     """The keys that a query attends to: all keys up to its own position, unless `window` or `block`
     limits them.
 
-    Raises ValueError if both are set, if a size is below 1, for sinks without a window, and for
-    blocks or sinks that are not causal.
+    Raises ValueError if both are set, if a size is below 1 or no integer, for sinks without a
+    window, and for blocks or sinks that are not causal.
 
     Attributes:
         window: the last `window` keys, including its own position.
@@ -42,6 +43,9 @@ class Span:
             raise ValueError(
                 f"window ({self.window}) and block ({self.block}) are both set; use one of them"
             )
+        for name, size in (("window", self.window), ("block", self.block), ("sinks", self.sinks)):
+            if size is not None and not isinstance(size, Integral | torch.SymInt):
+                raise ValueError(f"{name} must be an integer, not {size!r}")
         for name, size in (("window", self.window), ("block", self.block)):
             if size is not None and size < 1:
                 raise ValueError(

@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from kerple.positional.base import Bias
-from kerple.positional.functional import DeviceConstant
+from kerple.positional.functional import DeviceConstant, check_num_heads
 from kerple.positional.registry import register
 
 
@@ -28,6 +28,7 @@ class Alibi(Bias):
 
     def __init__(self, num_heads: int):
         super().__init__()
+        check_num_heads(num_heads)
         self.slopes = tuple(max(slope, self.lowest_slope) for slope in alibi_slopes(num_heads))
         self._slopes_on = DeviceConstant(self.slopes)
 

@@ -15,10 +15,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from kerple.positional.functional import check_num_heads
+
 
 @dataclass(frozen=True)
 class ModelShape:
-    """The model's sizes. A method's constructor receives those it has an argument for.
+    """The model's sizes. A method's constructor receives those it has an argument for. Raises
+    ValueError without a head.
 
     Attributes:
         layer: the index of the block that the method is for; 0 for a method that all layers share.
@@ -30,6 +33,9 @@ class ModelShape:
     num_layers: int
     max_positions: int
     layer: int = 0
+
+    def __post_init__(self) -> None:
+        check_num_heads(self.num_heads)
 
 
 @dataclass(frozen=True)
@@ -404,7 +410,9 @@ class Bias(PositionalMethod):
 
     @abstractmethod
     def bias(self, distance: Tensor) -> Tensor:
-        """float32 `[h, *distance.shape]`, for float32 distances >= 0 of any shape."""
+        """float32 `[h, *distance.shape]`, for float32 distances >= 0 of any shape, in any parameter
+        dtype. A value must depend only on its own distance, not on the others of the call.
+        """
 
 
 class ScoreModifier(PositionalMethod):

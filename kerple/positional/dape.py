@@ -56,6 +56,7 @@ from kerple.positional.functional import (
     by_pair,
     cast_together,
     check_heads,
+    check_num_heads,
     consecutive,
     positions_on,
 )
@@ -92,6 +93,7 @@ class Adaptive(ScoreModifier):
             )
         if mlp_width < 1:
             raise ValueError(f"mlp_width {mlp_width}: DAPE's MLP needs at least one hidden unit")
+        check_num_heads(num_heads)
         self.num_heads = num_heads
         self.variant = variant
         self.static = static

@@ -28,6 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kerple.positional.base import PositionalMethod, draw
+from kerple.positional.functional import check_num_heads
 from kerple.positional.registry import register
 
 INIT_STD = 0.02  # of the weights w
@@ -51,6 +52,7 @@ class Forgetting(PositionalMethod):
 
     def __init__(self, num_heads: int, hidden_size: int):
         super().__init__()
+        check_num_heads(num_heads)
         self.gate = nn.Linear(hidden_size, num_heads)
         self.reset_parameters()
 

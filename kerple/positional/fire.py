@@ -16,7 +16,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kerple.positional.base import Chunk, MLPLayer, ScoreModifier
-from kerple.positional.functional import by_pair, cast_together, check_heads, positions_on
+from kerple.positional.functional import (
+    by_pair,
+    cast_together,
+    check_heads,
+    check_num_heads,
+    positions_on,
+)
 from kerple.positional.registry import register
 
 INITIAL_C, INITIAL_M = 0.1, 1.0
@@ -41,6 +47,7 @@ class Fire(ScoreModifier):
             raise ValueError(
                 f"threshold {threshold}: FIRE's threshold is a number of tokens above 0"
             )
+        check_num_heads(num_heads)
         self.num_heads = num_heads
         self.threshold = float(threshold)
         self.c = nn.Parameter(torch.empty(1))

@@ -237,6 +237,12 @@ def consecutive(positions: Tensor) -> bool:
     return int(positions[-1] - positions[0]) == len(positions) - 1
 
 
+def check_num_heads(num_heads: int) -> None:
+    """Raises ValueError unless a method is built for at least one head."""
+    if num_heads < 1:
+        raise ValueError(f"num_heads must be at least 1; got {num_heads}")
+
+
 def check_heads(states: Tensor, num_heads: int, method: str) -> None:
     """Raises ValueError unless queries or scores `[b, h, ...]` have the method's heads."""
     if states.shape[1] != num_heads:

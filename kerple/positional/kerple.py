@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from kerple.positional.base import Bias, TableJacobian, bounded, draw
+from kerple.positional.functional import check_num_heads
 from kerple.positional.kernels import KERNELS, MAX_EXPONENT, MIN_SCALAR, Scalar, Term, parse_sum
 from kerple.positional.modules import project
 from kerple.positional.registry import register
@@ -60,6 +61,7 @@ class Kerple(Bias):
             self.hooks -= {"bias"}
         if not self.weight_terms:
             self.hooks -= {"weight"}
+        check_num_heads(num_heads)
         self.num_heads = num_heads
 
         # The scalars of all terms, by the name of their parameter.

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from kerple.positional.base import Bias
+from kerple.positional.functional import check_num_heads
 from kerple.positional.registry import register
 
 # Number of distances per chunk, which limits the memory for their cosines.
@@ -28,6 +29,7 @@ class Sandwich(Bias):
                 "sandwich needs an even number of dimensions and a base above 1; got dimensions "
                 f"{dimensions}, base {base}"
             )
+        check_num_heads(num_heads)
         self.num_heads = num_heads
         self.dimensions = dimensions
         self.base = float(base)

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kerple.positional.base import Bias, TableJacobian, draw
-from kerple.positional.functional import DeviceConstant
+from kerple.positional.functional import DeviceConstant, check_num_heads
 from kerple.positional.registry import register
 
 
@@ -67,6 +67,7 @@ class T5(Bias):
                 f"{num_buckets}, max_distance {max_distance}"
             )
         self.scale = math.sqrt(head_size)
+        check_num_heads(num_heads)
         self.weight = nn.Parameter(torch.empty(num_buckets, num_heads))
 
         # Where the buckets begin, for the search of a distance's bucket.

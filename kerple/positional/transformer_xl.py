@@ -12,7 +12,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kerple.positional.base import Chunk, ScoreModifier, draw
-from kerple.positional.functional import Angles, by_distance, check_heads, consecutive
+from kerple.positional.functional import (
+    Angles,
+    by_distance,
+    check_heads,
+    check_num_heads,
+    consecutive,
+)
 from kerple.positional.registry import register
 
 
@@ -47,6 +53,7 @@ class TransformerXL(ScoreModifier):
             raise ValueError(
                 f"transformer_xl's sines and cosines need an even hidden size; got {hidden_size}"
             )
+        check_num_heads(num_heads)
         self.num_heads, self.init_std = num_heads, init_std
         self.scale: float = head_size**-0.5
         self.angles = Angles(hidden_size, base)

@@ -10,13 +10,15 @@ from typing import Any
 import torch
 
 from kerple.positional import method_class, registered_names
+from kerple.positional.registry import canonical_name
 from kerple.positional.rotary import SCALINGS
 from megatron.checkpoint.directory import read_state_file
 from megatron.checkpoint.storage import CheckpointError
 from megatron.config import Config
 from megatron.config.loader import build, entries_of
+from megatron.config.merging import Messages, merge
 from megatron.config.schema.model import ModelConfig
-from megatron.config.yaml_files import read_file
+from megatron.config.yaml_files import YamlEntry, read_file
 from megatron.tokenizer.interface import Tokenizer
 from megatron.utils.errors import UserError, visible
 
@@ -65,9 +67,27 @@ OUTPUT_SETTINGS = {
 }
 
 
+class UnavailableMethod(CheckpointError):
+    """A checkpoint has another positional method, which cannot be built here: this run does not
+    name its module. The message is a phrase like those of `model_differences`.
+    """
+
+
 def checkpoint_config(step: Path, overrides: Mapping[str, Any] | None = None) -> Config:
     """The configuration in the checkpoint's configs/ folder, with `overrides` applied. Raises
     CheckpointError.
+    """
+    try:
+        return build(_saved_entries(step), entries_of(overrides or {}, "overrides"))
+    except CheckpointError:
+        raise
+    except UserError as error:
+        raise CheckpointError(f"the checkpoint's configuration cannot be used: {error}") from error
+
+
+def _saved_entries(step: Path) -> list[YamlEntry]:
+    """The keys of the checkpoint's configuration that are used. Raises CheckpointError if it has no
+    configuration.
     """
     folders = [folder for folder in (step / "configs", step.parent / "configs") if folder.is_dir()]
     # Without hidden files: macOS writes ._NAME next to NAME on other file systems and into
@@ -83,20 +103,37 @@ def checkpoint_config(step: Path, overrides: Mapping[str, Any] | None = None) ->
             f"{step}: has no configs/*.yml, so the model's configuration is unknown"
         )
     entries = [entry for path in paths for entry in read_file(path)]
-    used = [entry for entry in entries if entry.key.replace("-", "_") not in IGNORED_KEYS]
-    try:
-        return build(used, entries_of(overrides or {}, "overrides"))
-    except UserError as error:
-        raise CheckpointError(f"the checkpoint's configuration cannot be used: {error}") from error
+    return [entry for entry in entries if entry.key.replace("-", "_") not in IGNORED_KEYS]
 
 
 def saved_config(step: Path, config: Config) -> Config:
     """The checkpoint's configuration. An external method is imported only from the module that this
     run names, never from one that the checkpoint names. Raises CheckpointError if the configuration
-    is missing or cannot be used.
+    is missing or cannot be used, and UnavailableMethod if it has another method than this run.
     """
     module = config.model.pos_emb_module
-    return checkpoint_config(step, {"pos_emb_module": module} if module else {})
+    try:
+        return checkpoint_config(step, {"pos_emb_module": module} if module else {})
+    except CheckpointError as error:
+        own = describe_method(canonical_name(config.model.pos_emb), config.model.pos_emb_options)
+        saved = _saved_method(step) or own
+        if saved == own:
+            raise
+        raise UnavailableMethod(f"pos_emb {saved} in the checkpoint, {own} here") from error
+
+
+def _saved_method(step: Path) -> str | None:
+    """The `describe_method` of the checkpoint's configuration, whose method need not be registered.
+    None if the configuration does not tell.
+    """
+    try:
+        keys = merge(_saved_entries(step), (), False, Messages())
+    except UserError:
+        return None
+    options = keys["pos_emb_options"].value if "pos_emb_options" in keys else None
+    if "pos_emb" not in keys or not isinstance(options, dict | None):
+        return None
+    return describe_method(canonical_name(str(keys["pos_emb"].value)), options or {})
 
 
 def trained_tokenizer(step: Path) -> str | None:

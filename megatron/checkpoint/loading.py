@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megatron.checkpoint.configuration import (
+    UnavailableMethod,
     model_differences,
     replaces_positional_method,
     saved_config,
@@ -159,17 +160,20 @@ def check_model(step: Path, config: Config, vocab_size: int, report: Report) -> 
     new_method = _new_positional_method(step, config)
     check_sizes(step, ModelSettings(config.model, vocab_size), positional=not new_method)
     # The same weights fit several models; the checkpoint's configuration tells them apart.
+    saved = None
     try:
         saved = saved_config(step, config)
         differences = "; ".join(model_differences(saved, config))
+    except UnavailableMethod as error:
+        differences = str(error)
     except CheckpointError as error:
         report(f"{error}; only its sizes are compared with the configured model")
         return
-    if saved.model.release_bf16_distances != config.model.release_bf16_distances:
+    rounding = config.model.release_bf16_distances
+    if saved is not None and saved.model.release_bf16_distances != rounding:
         report(
-            f"{step}: saved with release_bf16_distances {saved.model.release_bf16_distances}, this "
-            f"run uses {config.model.release_bf16_distances}: distances are rounded differently "
-            "from now on"
+            f"{step}: saved with release_bf16_distances {not rounding}, this run uses {rounding}: "
+            "distances are rounded differently from now on"
         )
     if differences and not settings.finetune:
         raise CheckpointError(
@@ -252,6 +256,8 @@ def _new_positional_method(step: Path, config: Config) -> bool:
         return False
     try:
         return replaces_positional_method(saved_config(step, config), config)
+    except UnavailableMethod:
+        return True
     except CheckpointError:
         return False
 

@@ -44,16 +44,15 @@ from megatron.evaluation.runner import LOSS_NOTE, EvalTask, run_eval_tasks
 from megatron.evaluation.text import Text, check_range, corpus_name, evaluation_text
 from megatron.preparation.documents import DocumentOptions
 from megatron.preparation.encoding import encode_chunks
-from megatron.preparation.input_files import file_format, find_files
-from megatron.preparation.readers import FileCorpus, TextChunk
+from megatron.preparation.input_files import find_files
+from megatron.preparation.readers import FileCorpus
 from megatron.tokenizer.interface import Tokenizer
 from megatron.tokenizer.tokenizer import TokenizerFiles
 from megatron.utils.environment import commit, machine, versions
 from megatron.utils.errors import visible
-from megatron.utils.files import check_writable, read_file
+from megatron.utils.files import check_writable
 from megatron.utils.ranks import run_on_rank_0
 
-MAX_TEXT_BYTES = 1 << 30
 DESCRIPTION = "Measure the perplexity of checkpoints on texts of their training length and longer."
 
 
@@ -371,15 +370,10 @@ def _read_text(config: Config, tokenizer: Tokenizer | None, options: argparse.Na
 
 
 def _text_of_file(path: str | Path, tokenizer: Tokenizer) -> Text:
-    """The documents of a file that prepare_data.py can read, or else its content as one document,
-    as a dataset would contain them: each with its end-of-document token. Raises UserError if it
-    cannot be read, or has no text.
+    """The documents of a file or folder as a dataset would contain them: each with its
+    end-of-document token. Raises UserError if prepare_data.py cannot read it, or it has no text.
     """
-    path = Path(path)
-    if os.path.isdir(path) or file_format(path.name):
-        chunks = list(FileCorpus(find_files([path])).chunks())
-    else:
-        chunks = [TextChunk(str(path), "text", 1, read_file(path, MAX_TEXT_BYTES))]
+    chunks = list(FileCorpus(find_files([path])).chunks())
     encoded = encode_chunks(chunks, tokenizer, DocumentOptions(append_eod=True, skip_bad=True))
     if encoded.skipped.bad:
         raise UserError(

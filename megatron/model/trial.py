@@ -1,5 +1,6 @@
-"""One step of a model on a short random text, on a CPU: whether its positional method runs in a
-dtype, and which of its values and gradients are not finite.
+"""Trials of a model's positional method on a CPU: one step on a short random text, which shows
+whether the method runs in a dtype and which of its values and gradients are not finite; and whether
+its hooks give the same values for parts.
 """
 
 from collections.abc import Sequence
@@ -7,12 +8,46 @@ from collections.abc import Sequence
 import torch
 
 from kerple.attention import tables
+from kerple.attention.part_check import part_problem
+from kerple.positional import build_layers, project
 from megatron.config.schema.model import ModelConfig
 from megatron.model.gpt import GPT
 from megatron.model.initialization import initialize
 from megatron.model.settings import ModelSettings
+from megatron.utils.errors import UserError
 
 MAX_LENGTH, MAX_LAYERS, MAX_HEAD_SIZE, VOCABULARY = 32, 8, 16, 64
+
+
+def _small(config: ModelConfig) -> ModelConfig:
+    """The configuration with few layers and small heads."""
+    changes = {
+        "num_layers": min(config.num_layers, MAX_LAYERS),
+        "hidden_size": config.num_attention_heads * min(config.head_size, MAX_HEAD_SIZE),
+        "attention_backend": "auto",
+    }
+    return config.model_copy(update=changes)
+
+
+def check_parts(config: ModelConfig) -> None:
+    """Raises UserError for a positional method whose values depend on what else attention asks it
+    for (see `part_problem`). Exceptions of the method are not caught.
+    """
+    small = _small(config)
+    # Not the random numbers of the run.
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        methods = build_layers(small.pos_emb, small.shape, **small.positional_options)
+    for method in methods:
+        # Parameters that begin at 0 would hide a dependence.
+        with torch.no_grad():
+            for parameter in method.parameters():
+                parameter.add_(0.1)
+            project(method)
+        method.begin_step(0, length=config.seq_length)
+        problem = part_problem(method, small.shape, config.seq_length)
+        if problem is not None:
+            raise UserError(f"pos_emb {config.pos_emb}: {problem}")
 
 
 def trial_step(config: ModelConfig, dtype: torch.dtype) -> list[str]:
@@ -23,12 +58,7 @@ def trial_step(config: ModelConfig, dtype: torch.dtype) -> list[str]:
     of size 16 at most, so that it fits into the memory of any machine. Exceptions of the positional
     method are not caught.
     """
-    changes = {
-        "num_layers": min(config.num_layers, MAX_LAYERS),
-        "hidden_size": config.num_attention_heads * min(config.head_size, MAX_HEAD_SIZE),
-        "attention_backend": "auto",
-    }
-    settings = ModelSettings(config.model_copy(update=changes), VOCABULARY)
+    settings = ModelSettings(_small(config), VOCABULARY)
     model = GPT(settings)
     initialize(
         model.layers(),

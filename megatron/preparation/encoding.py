@@ -7,7 +7,7 @@ Worker processes import this module, so it must not import torch.
 import multiprocessing
 import os
 import signal
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -40,7 +40,7 @@ class EncodedDocuments:
         lengths: int32, tokens in each document.
         text_bytes: UTF-8 bytes of the tokenized texts.
         empty: number of documents skipped because they have no text.
-        special: number of special tokens in the texts.
+        special: id -> count of the special tokens in the texts, and of the unknown token.
         skipped: the other skipped documents.
     """
 
@@ -48,7 +48,7 @@ class EncodedDocuments:
     lengths: list[np.ndarray] = field(default_factory=list)
     text_bytes: list[int] = field(default_factory=list)
     empty: list[int] = field(default_factory=list)
-    special: list[int] = field(default_factory=list)
+    special: list[Counter[int]] = field(default_factory=list)
     skipped: SkippedDocuments = field(default_factory=SkippedDocuments)
 
 
@@ -71,6 +71,9 @@ def encode_chunks(
     dtype = id_type_for(tokenizer.vocab_size)
     eod = np.array([tokenizer.eod] * options.append_eod, dtype=dtype).tobytes()
     bos_bytes = 0 if tokenizer.bos is None else dtype.itemsize
+    counted = list(tokenizer.special_ids)
+    if tokenizer.unknown_id is not None:
+        counted.append(tokenizer.unknown_id)
     for column in range(len(options.keys)):
         # Take the texts of a column, so that their memory is freed with this list.
         texts = [document[column] for document in documents]
@@ -97,15 +100,19 @@ def encode_chunks(
 
         # Special tokens that the text itself contained.
         array = np.frombuffer(tokens, dtype=dtype)
-        # Of the special tokens, a document has one at its end, and perhaps one at its start.
-        added = len(lengths) * ((len(eod) > 0) + (tokenizer.bos in tokenizer.special_ids))
-        special = -added
+        special: Counter[int] = Counter()
         for start in range(0, len(array), _LONG_TEXT):  # isin needs more memory than the ids
-            special += int(np.isin(array[start : start + _LONG_TEXT], tokenizer.special_ids).sum())
+            part = array[start : start + _LONG_TEXT]
+            special.update(part[np.isin(part, counted)].tolist())
+        # A document has one at its end, and perhaps one at its start.
+        if options.append_eod:
+            special[tokenizer.eod] -= len(lengths)
+        if tokenizer.bos in counted:
+            special[tokenizer.bos] -= len(lengths)
 
         # Store the column.
         encoded.tokens.append(array)
-        encoded.special.append(special)
+        encoded.special.append(+special)  # without zeros
         encoded.lengths.append(np.array(lengths, dtype=np.int32))
         encoded.empty.append(len(documents) - len(lengths))
     return encoded

@@ -13,6 +13,7 @@ import json
 import math
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
@@ -47,6 +48,7 @@ from megatron.utils.progress import Progress, readable_size
 
 # A kill loses at most this much work. Each commit takes a fraction of a second.
 COMMIT_INTERVAL_SECONDS = 10.0
+MAX_NAMED_TOKENS = 5
 
 
 def preprocess(
@@ -121,14 +123,34 @@ def preprocess(
     # What the documents contained that the user may not expect.
     for line in job.state.rejected.lines():
         print(line)
-    special = sum(output.special for output in job.state.outputs)
-    if special:
-        example = tokenizer.detokenize([tokenizer.eod])
-        print(
-            f"{special:,} special tokens in documents were recognized, such as {example!r}, which "
-            "ends a document"
-        )
+    special: Counter[int] = Counter()
+    for output in job.state.outputs:
+        special.update(output.special)
+    for line in _special_lines(special, tokenizer):
+        print(line)
     return manifests
+
+
+def _special_lines(counts: Counter[int], tokenizer: Tokenizer) -> Iterator[str]:
+    """What to tell the user about the special tokens in documents: id -> count."""
+    unknown = tokenizer.unknown_id
+    if unknown is not None and counts[unknown]:
+        yield (
+            f"warning: {counts[unknown]:,} tokens are the unknown token "
+            f"{tokenizer.detokenize([unknown])!r}: the tokenizer has no token for that text, which "
+            "is lost"
+        )
+    others = Counter({token: count for token, count in counts.items() if token != unknown})
+    if not others:
+        return
+    names = []
+    for token, count in others.most_common(MAX_NAMED_TOKENS):
+        effect = " (ends a document)" if token == tokenizer.eod else ""
+        names.append(f"{count:,} {tokenizer.detokenize([token])!r}{effect}")
+    yield (
+        f"{others.total():,} special tokens in documents were recognized, such as "
+        f"{', '.join(names)}"
+    )
 
 
 def summary(prefix: str | Path, manifest: Manifest) -> str:
@@ -154,7 +176,7 @@ class OutputState:
     writer: WriterState = field(default_factory=WriterState)
     text_bytes: int = 0
     empty: int = 0
-    special: int = 0
+    special: dict[int, int] = field(default_factory=dict)
 
 
 @dataclass
@@ -368,7 +390,7 @@ class _Job:
                 writer.add(encoded.tokens[column], encoded.lengths[column])
                 output.text_bytes += encoded.text_bytes[column]
                 output.empty += encoded.empty[column]
-                output.special += encoded.special[column]
+                output.special = dict(encoded.special[column] + Counter(output.special))
             current.rejected.add(encoded.skipped)
             current.position, current.bytes_read = item.position, item.bytes_read
 

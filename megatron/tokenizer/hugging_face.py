@@ -6,6 +6,7 @@ import hashlib
 import json
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -67,6 +68,14 @@ class _LibraryTokenizer(Tokenizer):
         added = self._tokenizer.get_added_tokens_decoder()
         special = {token_id for token_id, token in added.items() if token.special}
         return sorted(special | {self.eod})
+
+    @cached_property
+    def unknown_id(self) -> int | None:
+        model = self._tokenizer.model
+        if isinstance(model, tokenizers.models.Unigram):  # it has no attribute for it
+            unknown: int | None = json.loads(model.__getstate__())["unk_id"]
+            return unknown
+        return self._tokenizer.token_to_id(model.unk_token or "")
 
     def detokenize(self, ids: Sequence[int]) -> str:
         with library_errors("the tokenizer cannot decode the ids"):

@@ -62,6 +62,11 @@ class Tokenizer(ABC):
         """The ids that `tokenize` gives for special tokens in a text, such as `eod`."""
         return [self.eod]
 
+    @property
+    def unknown_id(self) -> int | None:
+        """The id that `tokenize` gives for text that no token represents; None if there is none."""
+        return None
+
     @abstractmethod
     def detokenize(self, ids: Sequence[int]) -> str:
         """Return the text of `ids`. Byte-level tokenizers restore the input of `tokenize` exactly.

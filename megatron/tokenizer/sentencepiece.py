@@ -62,6 +62,11 @@ class SPMTokenizer(Tokenizer):
             ids.insert(0, self.bos)
         return ids
 
+    @property
+    def unknown_id(self) -> int | None:
+        unknown: int = self._processor.unk_id()
+        return unknown
+
     def detokenize(self, ids: Sequence[int]) -> str:
         # An untrained model may sample ids beyond the vocabulary.
         unknown = self._processor.unk_id()

@@ -32,6 +32,7 @@ from megatron.data.datasets import Datasets, build_datasets
 from megatron.data.indexed_dataset import data_fingerprint
 from megatron.data.splits import dataset_prefixes
 from megatron.model.settings import Layout
+from megatron.model.trial import check_parts
 from megatron.tokenizer.interface import Tokenizer
 from megatron.tokenizer.tokenizer import TokenizerFiles, padded_vocab_size
 from megatron.training import distributed
@@ -123,6 +124,7 @@ def build_trainer(
     # Whatever needs no model: its errors are found first.
     tokenizer = TokenizerFiles.of(config).build()
     run_on_all_ranks(lambda: check_vocabulary(config, tokenizer.vocab_size))
+    run_on_rank_0(lambda: check_parts(config.model))
     start = _find_start(config, layout, tokenizer, resources, report)
     data = run_on_rank_0(lambda: _identify_data(config, start, report))
     planned = _num_samples(config, layout, TrainingState())

@@ -155,3 +155,12 @@ def test_a_bias_for_another_number_of_heads(tmp_path, data_path, monkeypatch):
     path.write_text(MATRIX.replace("movedim(-1, 0)", "movedim(-1, 0)[:1]"))
     keys = {"pos_emb": "test_features", "pos_emb_module": str(path)}
     assert_rejected(r"\.bias returned \[1, \d+\].*heads", trained, tmp_path, data_path, **keys)
+
+
+def test_a_bias_that_depends_on_the_distances_it_is_asked_for(tmp_path, data_path, monkeypatch):
+    monkeypatch.setattr(registry, "_METHODS", dict(registry._METHODS))
+    path = tmp_path / "features.py"
+    path.write_text(MATRIX.replace("distance.sqrt()", "distance / distance.shape[-1]"))
+    keys = {"pos_emb": "test_features", "pos_emb_module": str(path)}
+    assert_rejected(r"test_features: Features\.bias", trained, tmp_path, data_path, **keys)
+    assert not (tmp_path / "checkpoints").exists()

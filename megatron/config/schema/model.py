@@ -359,7 +359,8 @@ class ModelConfig(ConfigSection):
                 f'pos_emb "{self.pos_emb}" is not a known method; nearest: {", ".join(nearest)}. '
                 "The file of your own "
                 "method must be named each time: --set pos-emb-module=FILE (for kerple convert, "
-                "inspect and report, --pos-emb-module FILE)"
+                "inspect and report, --pos-emb-module FILE). For methods of several files, name "
+                "one that loads them all (docs/adding-a-method.md)"
             )
             return
         try:

@@ -41,6 +41,12 @@ INTEGERS = torch.zeros(1, 6, dtype=torch.long)
         ({"query": torch.randn(1, 2, 7, 4), "causal": False, "window": 3}, "7 queries for 6 keys"),
         ({"query": torch.randn(1, 2, 6, 4).bfloat16()}, "dtype: torch.bfloat16, torch.float32"),
         ({"dropout_p": 1.0}, r"dropout_p .* 1\.0"),
+        ({"scale": 0.0}, r"scale .* 0\.0"),
+        ({"scale": -0.25}, r"scale .* -0\.25"),
+        ({"scale": float("inf")}, "scale .* inf"),
+        ({"scale": float("nan"), "backend": "reference"}, "scale .* nan"),
+        ({"window": 1.5}, r"window .* 1\.5"),
+        ({"block": 2.0}, r"block .* 2\.0"),
         ({"decay_sums": torch.zeros(1, 2, 6), "causal": False}, "decay_sums"),
         (
             {"query": torch.randn(1, 2, 5, 4), "document_ids": INTEGERS, "causal": False},
@@ -63,6 +69,12 @@ def test_invalid_arguments_are_named(change, message):
     states = {name: torch.randn(1, 2, 6, 4) for name in ("query", "key", "value")}
     with pytest.raises(ValueError, match=message):
         attend_with(**{**states, **change})
+
+
+def test_tables_of_another_type():
+    states = torch.randn(3, 1, 4, 17, 6)
+    with pytest.raises(ValueError, match=r"tables .*Tensor.*position_tables"):
+        Attention(build("alibi", SHAPE))(*states, tables=torch.zeros(4, 17))
 
 
 def assert_backends_compute(method, states, arguments, expected, leaves):

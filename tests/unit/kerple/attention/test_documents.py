@@ -24,6 +24,24 @@ def test_ids_of_sequences_with_lengths():
     ]
 
 
+LARGEST = torch.iinfo(torch.int64).max
+
+
+@pytest.mark.parametrize(
+    "numbers",
+    [(0, 1, LARGEST), (LARGEST - 1, LARGEST, 2**62), (7_046_029_254_386_353_131, 3, 2**63 - 59)],
+)
+@pytest.mark.parametrize("name", ["alibi", "xpos"])
+def test_any_integers_are_ids(numbers, name):
+    """Rows with the same ids have documents of their own; a negative id is padding."""
+    small = torch.tensor([[0, 0, 1, 1, 1, 2, 2, 0, -1]]).repeat(4, 1)
+    small[2, :2] = 2
+    large = torch.tensor([*numbers, -LARGEST - 1])[small]
+    arguments = attend_arguments(name, 4, 4, 9, 9, 8)
+    results = [attend(document_ids=ids, **arguments) for ids in (small, large)]
+    assert torch.equal(results[0][:, :, :-1], results[1][:, :, :-1])
+
+
 @pytest.mark.parametrize(
     ("ids", "value"),
     [

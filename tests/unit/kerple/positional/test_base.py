@@ -1,6 +1,7 @@
 """Properties of all positional methods: hooks and options, table derivatives, far positions."""
 
 import copy
+import inspect
 import re
 from pathlib import Path
 
@@ -29,6 +30,22 @@ SHAPE = ModelShape(num_heads=2, head_size=8, hidden_size=16, num_layers=1, max_p
 with torch.random.fork_rng():
     torch.manual_seed(0)
     METHODS = {name: build(name, SHAPE) for name in primary_names()}
+
+
+def test_methods_have_at_least_one_head():
+    with pytest.raises(ValueError, match=r"num_heads .* 0"):
+        build("rotary", ModelShape(0, 8, 16, 1, 64))
+    for name in primary_names():
+        arguments = inspect.signature(registry.method_class(name).__init__).parameters
+        sizes = {key: value for key, value in vars(SHAPE).items() if key in arguments}
+        if "num_heads" not in sizes:
+            continue
+        if name == "per_layer":
+            sizes["methods"] = ["alibi"]
+        if name == "kerple":
+            sizes["bias"] = "log"
+        with pytest.raises(ValueError, match=r"num_heads .* -3"):
+            registry.method_class(name)(**{**sizes, "num_heads": -3})
 
 
 def test_default_hooks_change_nothing():
@@ -156,7 +173,7 @@ def test_gradients_are_finite_also_at_distance_0(name):
 def test_the_example_in_the_documentation(monkeypatch):
     monkeypatch.setattr(registry, "_METHODS", dict(registry._METHODS))
     text = (Path(__file__).parents[4] / "docs/adding-a-method.md").read_text()
-    (example,) = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
+    example, *_ = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
     exec(compile(example, "docs/adding-a-method.md", "exec"), {"__name__": __name__})
     method = build("square_root", SHAPE, highest=0.5)
     assert method.hooks == {"bias"}

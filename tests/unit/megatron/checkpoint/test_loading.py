@@ -93,6 +93,36 @@ def test_another_model_of_the_same_sizes(step, resume):
     assert resume(gpt_j_residual=True, train_iters=1, **finetune).iteration == 1
 
 
+@pytest.mark.parametrize(
+    ("method", "message"),
+    [
+        ({"pos_emb": "test_elsewhere"}, "pos_emb test_elsewhere in the checkpoint, kerple_log"),
+        ({"pos_emb_options": {"earlier": 2}}, r"pos_emb kerple_log \(earlier 2\) in the"),
+    ],
+)
+def test_a_method_that_is_not_registered_here(method, message, step, resume, capsys, tmp_path):
+    """Its parameters may have the names and shapes of the configured one's, or others."""
+    path = step / "configs" / "config.yml"
+    path.write_text(json.dumps(json.loads(path.read_text()) | method))
+    write_manifest_of_folder(step, 2)
+    with pytest.raises(CheckpointError, match=message):
+        resume()
+    assert not (step.parent / "global_step3").exists()
+
+    # The parameters are those of a new run.
+    still = {"optimizer": {"type": "Adam", "params": {"lr": 0.0}}, "train_iters": 1}
+    layer = "global_step1/layer_02-model_00-model_states.pt"
+    resume(**still, finetune=True, save=str(tmp_path / "finetuned"))
+    assert "positional parameters are not used" in capsys.readouterr().out
+    resume(**still, load=None, save=str(tmp_path / "new"))
+    finetuned, new = load_file(tmp_path / "finetuned" / layer), load_file(tmp_path / "new" / layer)
+    for name, tensor in finetuned.items():
+        assert torch.equal(tensor, new[name]) == name.startswith("attention.rpe.") or "norm" in name
+
+    # Parameters of other names.
+    resume(**still, finetune=True, save=None, pos_emb="kerple_power")
+
+
 def test_the_state_of_another_optimizer(step, resume, capsys):
     lion = {"optimizer": {"type": "Lion", "params": {"lr": 0.001}}}
     for keys, name in ((lion, "lion"), ({"use_bnb_optimizer": True}, "adam8bit")):

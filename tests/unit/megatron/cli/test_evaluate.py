@@ -2,14 +2,17 @@
 
 import argparse
 import math
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 from kerple.attention import FULL, AttentionMode, Span
+from kerple.positional import registry
 from megatron.cli import evaluate
 from megatron.cli.evaluate import main
+from megatron.cli.prepare_data import main as prepare
 from megatron.cli.report import main as report
 from megatron.data.indexed_dataset import open_indexed_files, write_manifest
 from megatron.evaluation.records import extrapolation_records, read_results
@@ -149,7 +152,7 @@ def test_rejected_commands(tmp_path, monkeypatch, configuration, keys, words, me
     assert not (tmp_path / "report").exists()
 
 
-@pytest.mark.parametrize("name", ["a.jsonl", "notes.log"])
+@pytest.mark.parametrize("name", ["a.jsonl", "notes.md"])
 def test_a_text_without_a_dataset(tmp_path, monkeypatch, configuration, checkpoints, name):
     """Its documents are tokenized as in a dataset, with an end-of-document token."""
     text = KINDS["python"][:2000]
@@ -172,6 +175,17 @@ def test_a_text_without_a_dataset(tmp_path, monkeypatch, configuration, checkpoi
     assert row["bits_per_byte"] is not None
 
 
+@pytest.mark.parametrize("name", ["table.csv", "notes.log.gz", "page.html"])
+def test_a_text_that_cannot_be_prepared(tmp_path, monkeypatch, configuration, name):
+    """The same files as for `kerple prepare`."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / name).write_text("a,b\n1,2\n" * 99)
+    keys = configuration(data_path=None, tokenizer_type="CharLevelTokenizer")
+    words = ["--text", name, "--lengths", "64", "--output", "report"]
+    assert_rejected(rf"{name} .*\.txt", main, [keys, *words])
+    assert_rejected(rf"{name} .*\.txt", prepare, ["own", "--from", name])
+
+
 def test_a_text_that_is_not_utf_8(tmp_path, monkeypatch, configuration):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a.txt").write_bytes(b"good\nb\xe9d\n")
@@ -179,6 +193,37 @@ def test_a_text_that_is_not_utf_8(tmp_path, monkeypatch, configuration):
     with pytest.raises(UserError, match=r"--text a\.txt.*2") as caught:
         main([keys, "--text", "a.txt", "--lengths", "64", "--output", "report"])
     assert "--bad-documents" not in str(caught.value)  # not an option of evaluate.py
+
+
+OWN = """
+from kerple.positional import KerpleLog, register
+
+
+@register("{name}")
+class Own(KerpleLog):
+    pass
+"""
+
+
+def test_checkpoints_of_methods_in_several_files(tmp_path, data, monkeypatch):
+    monkeypatch.setattr(registry, "_METHODS", dict(registry._METHODS))
+    lines, folders = ["from kerple.positional import load_plugin"], []
+    for name in ("test_own_1", "test_own_2"):
+        file = tmp_path / f"{name}.py"
+        file.write_text(OWN.format(name=name))
+        lines.append(f"load_plugin({str(file)!r})")
+        folders.append(tmp_path / name)
+        write_checkpoint(folders[-1], "kerple_log", data)
+        config = folders[-1] / "global_step4" / "configs" / "config.yml"
+        config.write_text(config.read_text().replace("kerple_log", name))
+    words = ["--checkpoint", *map(str, folders), *LENGTHS, "--output", str(tmp_path / "report")]
+    (tmp_path / "both.py").write_text("\n".join(lines))
+    one = f"pos-emb-module={tmp_path / 'test_own_1.py'}"
+    assert_rejected(r"test_own_2.*pos-emb-module.*several files", main, [*words, "--set", one])
+    registry._METHODS.pop("test_own_1")
+    sys.modules.pop(next(name for name in sys.modules if "test_own_1" in name))
+    main([*words, "--set", f"pos-emb-module={tmp_path / 'both.py'}"])
+    assert {row["pos_emb"] for row in rows_in(tmp_path / "report")} == {"test_own_1", "test_own_2"}
 
 
 @pytest.mark.parametrize("change", ["hidden-size=16", "layernorm-epsilon=0.5", "pos-emb=none"])

@@ -52,6 +52,14 @@ def test_dry_run_tries_a_step_of_each_model(sweep, tmp_path, monkeypatch):
     ):
         sweep("--dry-run", axes=axes)
 
+    # A bias that depends on the distances it is asked for together.
+    own = tmp_path / "normalized.py"
+    text = METHOD.replace("test_root_of_mixture", "test_normalized")
+    own.write_text(text.replace("** self.power", "/ distance.max()"))
+    keys = {"pos_emb": "test_normalized", "pos_emb_module": str(own)}
+    axes = {"method": [{"name": "mine", **keys}]}
+    assert_rejected(r"test_normalized: \w+\.bias", sweep, "--dry-run", axes=axes)
+
 
 def test_errors_before_anything_is_started(sweep, monkeypatch):
     with pytest.raises(SystemExit):

@@ -3,10 +3,11 @@
 import pytest
 import torch
 
-from kerple.positional import KerpleLog, registry
+from kerple.positional import Bias, KerpleLog, Rotary, ScoreModifier, registry
 from megatron.config import Config
-from megatron.model.trial import trial_step
+from megatron.model.trial import check_parts, trial_step
 from tests.support.checkpoints import settings_of
+from tests.support.errors import assert_rejected
 from tests.support.methods import methods_and_variants
 
 
@@ -40,3 +41,71 @@ def test_gradients_that_are_not_finite_are_named(monkeypatch):
         trial_step(model_config("root", init_method="normal", init_method_std=1e30), torch.float32)
         == []
     )
+
+
+@pytest.mark.parametrize("name", methods_and_variants())
+def test_parts_of_the_methods(name):
+    for length in (1, 7, 3000):
+        check_parts(model_config(name, seq_length=length, max_position_embeddings=length))
+    scaled = {"pos_emb_options": {"scaling": "dynamic", "factor": 2}, "seq_length": 8}
+    check_parts(model_config("rotary", **scaled))
+
+
+class Mean(Bias):
+    def __init__(self, num_heads):
+        super().__init__()
+        self.slope = torch.nn.Parameter(torch.zeros(num_heads, 1))
+
+    def bias(self, distance):
+        return self.slope * (distance - distance.mean())
+
+
+class Ranks(KerpleLog):
+    def bias(self, distance):
+        return super().bias(torch.arange(float(len(distance))))
+
+
+class Largest(Mean):
+    def bias(self, distance):
+        return -self.slope * distance
+
+    def weight(self, distance):
+        return 1 + self.slope * distance / distance.max().clamp(min=1)
+
+
+class LastKey(ScoreModifier):
+    def modify_scores(self, chunk):
+        return chunk.scores * (chunk.key_positions / (chunk.key_positions.max() + 1))
+
+
+class FirstQuery(ScoreModifier):
+    """Right for the first chunk of a text."""
+
+    def modify_scores(self, chunk):
+        rows = torch.arange(chunk.scores.shape[2])[:, None]
+        return chunk.scores - (rows - chunk.key_positions).abs()
+
+
+class Relative(Rotary):
+    def rotate(self, query, key, query_positions, key_positions):
+        first = key_positions[0]
+        return super().rotate(query, key, query_positions - first, key_positions - first)
+
+
+@pytest.mark.parametrize(
+    ("method", "hook"),
+    [
+        (Mean, "bias"),
+        (Ranks, "bias"),
+        (Largest, "weight"),
+        (LastKey, "modify_scores"),
+        (FirstQuery, "modify_scores"),
+        (Relative, "rotate"),
+    ],
+)
+def test_values_that_depend_on_the_part(method, hook, monkeypatch):
+    monkeypatch.setitem(registry._METHODS, "test_own", method)
+    generator_state = torch.get_rng_state()
+    config = model_config("test_own", seq_length=12)
+    assert_rejected(rf"pos_emb test_own: \w+\.{hook} ", check_parts, config)
+    assert torch.equal(torch.get_rng_state(), generator_state)

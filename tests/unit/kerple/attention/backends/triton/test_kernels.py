@@ -75,7 +75,7 @@ def test_documents(heads, options, monkeypatch):
         assert (tensor.double() - expected_tensor).norm() <= 2e-6 * expected_tensor.norm() + 1e-5
 
 
-@pytest.mark.parametrize("scale", [0.0, -0.5])
+@pytest.mark.parametrize("scale", [1e-6, 3.0])
 def test_any_scale(scale):
     assert_same_as_reference(1, 1, 30, 37, 16, bias=False, weight=False, window=20, scale=scale)
 
