@@ -11,12 +11,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from megatron.checkpoint.cleanup import check_replaced
 from megatron.checkpoint.configuration import (
     check_trained_data,
     check_trained_tokenizer,
     trained_tokenizer,
 )
-from megatron.checkpoint.directory import check_replaced, iteration_of
+from megatron.checkpoint.directory import iteration_of
 from megatron.checkpoint.loading import (
     check_model,
     checkpoint_vocab_size,

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from kerple.attention import Requirements, check_backend
-from megatron.checkpoint.directory import clean_up
+from megatron.checkpoint.cleanup import clean_up
 from megatron.checkpoint.layers import DTYPES
 from megatron.checkpoint.state_dict import TrainingState
 from megatron.config import Config, UserError
