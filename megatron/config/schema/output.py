@@ -19,15 +19,13 @@ class CheckpointConfig(ConfigSection):
     load: PathText | None = field(
         None,
         """Folder of the checkpoint to start from. If it contains none, training prints this and
-            starts from scratch. If
-        save contains checkpoints of this run, it resumes from them.""",
+        starts from scratch. If save contains checkpoints of this run, it resumes from them.""",
         placeholders=True,
     )
     save_interval: float | None = field(
         None,
         """Optimizer steps between checkpoints; the last step is always saved. With checkpoint_scale
-            log, the factor
-        between the steps of consecutive checkpoints.""",
+        log, the factor between the steps of consecutive checkpoints.""",
         aliases=("checkpoint_factor",),
         ge=1,
     )
@@ -42,15 +40,14 @@ class CheckpointConfig(ConfigSection):
     keep_last_n_checkpoints: Int | None = field(
         None,
         """Delete all but this many of the run, and those that extra_save_iters and checkpoint_scale
-            log ask for.
-        Default: keep all.""",
+        log ask for. Default: keep all.""",
         ge=1,
     )
     finetune: bool = field(
         False,
         """Load only the weights: a new optimizer, and training starts at step 0. The checkpoint
-            must exist. If it has
-        another positional method, the parameters of the new one are initialized.""",
+        must exist. If it has another positional method, the parameters of the new one are
+        initialized.""",
     )
     no_load_optim: bool = field(False, "Do not load the optimizer state.")
     no_load_rng: bool = field(False, "Do not load the states of the random number generators.")

@@ -35,7 +35,7 @@ class ParallelConfig(ConfigSection):
     pipe_parallel_size: Int = field(
         0,
         """Pipeline stages. 0 or 1: no pipeline (ZeRO 2 and 3 require 0); 2 or more: DeepSpeed's
-            PipelineModule.""",
+        PipelineModule.""",
         ge=0,
     )
     model_parallel_size: Int = field(
@@ -50,8 +50,8 @@ class ParallelConfig(ConfigSection):
     pipe_partition_method: Annotated[str, AfterValidator(_partition_method)] = field(
         "type:transformer|mlp",
         """How layers are distributed over pipeline stages: parameters (equal parameter counts),
-            uniform (equal layer
-        counts), or type:REGEX (equal counts of the layers whose class name matches).""",
+        uniform (equal layer counts), or type:REGEX (equal counts of the layers whose class name
+        matches).""",
     )
     deepspeed_extra_args: dict[str, Any] = field(
         {},
@@ -139,15 +139,17 @@ class BatchConfig(ConfigSection):
                 )
             return total // divisor
 
+        # Without train_batch_size, it follows from the other two.
         if global_batch is None:
             if micro_batch is None:
                 raise UserError(
                     "no batch size: set train_micro_batch_size_per_gpu or train_batch_size"
                 )
             accumulation = accumulation or 1
-            return BatchSizes(
-                micro_batch, accumulation, micro_batch * accumulation * data_parallel_size
-            )
+            global_batch = micro_batch * accumulation * data_parallel_size
+            return BatchSizes(micro_batch, accumulation, global_batch)
+
+        # Otherwise one of them may be missing.
         if micro_batch is None:
             accumulation = accumulation or 1
             micro_batch = divide(global_batch, "gradient_accumulation_steps", accumulation)
@@ -170,14 +172,13 @@ class LauncherConfig(ConfigSection):
     hostfile: PathText | None = field(
         None,
         """File with one `HOST slots=N` line per node. Default: the file named by the environment
-            variable
-        DLTS_HOSTFILE, or /job/hostfile if it exists; otherwise only this machine is used.""",
+        variable DLTS_HOSTFILE, or /job/hostfile if it exists; otherwise only this machine is
+        used.""",
     )
     include: str | None = field(
         None,
         """Hosts and slots to use: HOST[:SLOT,SLOT...] joined by @. Selecting slots on several hosts
-            requires launcher
-        pdsh. Cannot be combined with num_gpus or num_nodes.""",
+        requires launcher pdsh. Cannot be combined with num_gpus or num_nodes.""",
     )
     exclude: str | None = field(
         None,
@@ -196,14 +197,12 @@ class LauncherConfig(ConfigSection):
     master_addr: str | None = field(
         None,
         """Address of the first host. Default: with Slurm, its first node; else the first address
-            that `hostname -I`
-        prints on the first host (with no_ssh_check, the host's name).""",
+        that `hostname -I` prints on the first host (with no_ssh_check, the host's name).""",
     )
     master_port: Int | None = field(
         None,
         """Port of the first node for torch.distributed. Default: a free port; on several nodes
-            29500; with Slurm a port
-        that depends on the job.""",
+        29500; with Slurm a port that depends on the job.""",
         ge=1,
         le=65535,
     )

@@ -25,8 +25,7 @@ class TrainingConfig(ConfigSection):
     extrapolation_lengths: Ints | None = field(
         None,
         """Additional sequence lengths, in tokens, at which every validation measures the loss; one
-            curve per length.
-        Default: none. Not with a pipeline, tensor parallelism or ZeRO 3.""",
+        curve per length. Default: none. Not with a pipeline, tensor parallelism or ZeRO 3.""",
         min_length=1,
     )
     extrapolation_tokens: Int | None = field(
@@ -88,9 +87,8 @@ class CurriculumConfig(ConfigSection):
     enabled: bool = field(
         False,
         """True: train on the first tokens of each sequence, as many as the schedule gives for the
-            step. The remaining
-        tokens of the sequence are skipped, so the position in the data does not depend on the
-        schedule.""",
+        step. The remaining tokens of the sequence are skipped, so the position in the data does not
+        depend on the schedule.""",
         path="curriculum_learning.enabled",
     )
     curriculum_type: Literal["seqlen"] = field(
@@ -145,13 +143,12 @@ class CurriculumConfig(ConfigSection):
         if not self.enabled:
             return
         needed = {name: f"{_CONFIG}.{name}" for name in _NEEDED[self.schedule_type]}
-        needed |= {
-            name: f"curriculum_learning.{name}" for name in ("min_difficulty", "max_difficulty")
-        }
+        for name in ("min_difficulty", "max_difficulty"):
+            needed[name] = f"curriculum_learning.{name}"
         missing = [path for name, path in needed.items() if getattr(self, name) is None]
         for path in missing:
             yield f"{path} is not set, but schedule_type {self.schedule_type} needs it; set it"
-        others = {name for names in _NEEDED.values() for name in names}.difference(needed)
+        others = set[str]().union(*_NEEDED.values()).difference(needed)
         for name in sorted(others):
             if getattr(self, name) is not None:
                 yield (
@@ -216,9 +213,8 @@ class EvaluationConfig(ConfigSection):
     eval_max_length: Int | None = field(
         None,
         """Maximum number of tokens per model call in tasks: longer prompts are cut at the start,
-            longer documents are
-        split into windows. Default: 16 times the training length, or the size of a learned
-        table.""",
+        longer documents are split into windows. Default: 16 times the training length, or the size
+        of a learned table.""",
         ge=1,
     )
     lengths: Ints | None = field(
