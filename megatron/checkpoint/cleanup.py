@@ -64,6 +64,7 @@ def clean_up(directory: Path) -> None:
     """
     if not directory.is_dir():
         return
+    # A checkpoint that was being replaced gets its name back, unless the new one is complete.
     for path in directory.iterdir():
         if DELETED.fullmatch(path.name):
             with contextlib.suppress(OSError):  # `remove_older` has reported it
@@ -77,6 +78,8 @@ def clean_up(directory: Path) -> None:
                 _delete(path)
             else:
                 path.rename(directory / match[1])
+
+    # `publish` gives a checkpoint its name before `latest` exists.
     if not has_checkpoint(directory) and len(iterations := saved_iterations(directory)) == 1:
         update_latest(directory, tag_for(iterations[0]))
     sync_folder(directory)
@@ -116,6 +119,7 @@ def remove_older(directory: Path, keep: int, lineage: Collection[int]) -> Iterat
     that was resumed at an earlier iteration. Never deletes the checkpoint that `latest` names, and
     nothing unless at least one of the remaining checkpoints has all its files at their full size.
     """
+    # The checkpoints of this run, and what remains of them.
     named = ""
     if (directory / "latest").is_file():
         named = latest_tag(directory)
@@ -123,6 +127,8 @@ def remove_older(directory: Path, keep: int, lineage: Collection[int]) -> Iterat
     remaining = [directory / tag_for(iteration) for iteration in iterations[-keep:]]
     if all(find_damage(step, contents=False) is not None for step in remaining):
         return
+
+    # Each of the others has its name until the moment it is deleted.
     for iteration in iterations[:-keep]:
         if tag_for(iteration) != named:
             # Rename first: a half-deleted directory must not look like a checkpoint.

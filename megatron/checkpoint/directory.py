@@ -45,6 +45,7 @@ def layer_files(step: Path) -> dict[int, list[Path]]:
     """Layer index -> its files in order of tensor-parallel rank. Raises CheckpointError if a rank's
     file is missing.
     """
+    # Layer index -> rank -> file.
     by_layer: dict[int, dict[int, Path]] = {}
     for path in _list(step):
         if match := LAYER_FILE.fullmatch(path.name):

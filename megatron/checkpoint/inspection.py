@@ -68,9 +68,9 @@ def describe(step: Path, config: ModelConfig | None = None) -> dict[str, Any]:
     # A tied output is the embedding's weights again, and a shared method that of the first layer.
     own_layers, shared = layers, True
     if config is not None:
-        own_layers = {
-            index: files for index, files in layers.items() if index != tied_output(config)
-        }
+        own_layers = dict(layers)
+        if (tied := tied_output(config)) is not None:
+            own_layers.pop(tied, None)
         shared = config.build_on_meta()[0].shared
     counts, dtypes = _parameter_counts(own_layers, shared=shared)
     description = {

@@ -183,6 +183,7 @@ def _saved_before(directory: Path, step: Path | None) -> list[Path]:
     """The checkpoints that may replace a damaged one, newest first: those that its run saved before
     it, as far as its files tell. `step` is None if the one that `latest` names does not exist.
     """
+    # How far the damaged checkpoint was, and those that it continues.
     iteration = lineage = None
     if step is not None:
         iteration, lineage = iteration_of(step), ancestor_iterations(step)

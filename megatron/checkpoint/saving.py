@@ -112,11 +112,13 @@ class Checkpointer:
         run_on_rank_0(lambda: self._remove_older(state.lineage))
 
     def _write(self, state: TrainingState, unfinished: Path) -> None:
+        # All ranks write, whether or not another one fails, because they gather together.
         tag, files = tag_for(state.iteration), rank_files(self.engine, self.config, state)
         results: list[WriteResult] = [({}, None)] * self.engine.layout.world_size
         dist.all_gather_object(results, write_files(unfinished, files))
         errors = [f"rank {rank}: {error}" for rank, (_, error) in enumerate(results) if error]
 
+        # Rank 0 completes the checkpoint or removes it.
         def complete() -> None:
             if errors:
                 shutil.rmtree(unfinished, ignore_errors=True)

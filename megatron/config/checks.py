@@ -85,6 +85,7 @@ def _tensor_parallelism(config: Sections) -> Iterator[str]:
 
 def _pipeline(config: Sections) -> Iterator[str]:
     stages, zero_stage = config.parallel.pipe_parallel_size, config.optimizer.zero_stage
+    # Stages need blocks, and only some ZeRO stages know pipelines.
     if stages > config.model.num_layers:
         yield (
             f"pipe_parallel_size {stages} is more than num_layers {config.model.num_layers}; every "

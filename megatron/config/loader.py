@@ -104,10 +104,13 @@ def load_config(
 
     Raises UserError, whose message lists all problems, each with file, line and key.
     """
+    # A file that is given twice would override itself.
     files = [find_file(path, config_dir) for path in paths]
     for file in files:
         if files.count(file) > 1:
             raise UserError(f"{file} is given twice; remove one of them")
+
+    # Overrides come after the files.
     changes = [YamlEntry(key, value, SET_OPTION) for key, value in map(parse_override, overrides)]
     config = build((entry for file in files for entry in read_file(file)), changes, strict=strict)
     packaged = [str(file.relative_to(PACKAGED)) for file in files if file.is_relative_to(PACKAGED)]
@@ -195,6 +198,7 @@ def _fill_placeholders(keys: MergedKeys, messages: Messages) -> None:
                 f"{where}: {match[0]} is not a key with a single value, such as {{pos-emb}} or "
                 f"{{seed}}"
             )
+
         # The value that is set, or else the default.
         section, name = FIELDS[path]
         field, value = SECTIONS[section].model_fields[name], None
@@ -204,6 +208,8 @@ def _fill_placeholders(keys: MergedKeys, messages: Messages) -> None:
             value = field.default
         if is_integer(field):
             value = integral(value)
+
+        # It must be part of a file name.
         if value is None or value is PydanticUndefined:
             raise UserError(f"{where}: {match[0]} has no value; set {match[1]}")
         if isinstance(value, bool) or not isinstance(value, str | int | float) or "{" in str(value):
@@ -213,6 +219,7 @@ def _fill_placeholders(keys: MergedKeys, messages: Messages) -> None:
             )
         return str(value)
 
+    # Only some fields have placeholders; braces in others are text.
     for path, (section, name) in FIELDS.items():
         entry = keys.get(path[0])
         if entry is None or not isinstance(entry.value, str):
@@ -312,6 +319,8 @@ def _describe_unknown_key(path: KeyPath, keys: MergedKeys) -> str:
     for key in checks.KNOWN_KEYS:
         known = tuple(key.split("."))
         unsupported[known[-1]] = known
+
+    # The first of the two with similar names; without any, the most similar supported one.
     wanted = path[-1].replace("-", "_")
     for candidates in (supported, unsupported):
         names = difflib.get_close_matches(wanted, candidates, n=_MAX_SUGGESTIONS, cutoff=0.6)

@@ -92,6 +92,8 @@ def _override_layer(
         path = canonical_path(entry.key)
         for existing in (keys, layer):
             _check_parents(existing, path, entry.key)
+
+        # A nested key is a mapping with one key.
         value = copy.deepcopy(entry.value)
         for part in reversed(path[1:]):
             value = {part: value}
@@ -100,6 +102,7 @@ def _override_layer(
             name = entry.key
         addition = {path[0]: dataclasses.replace(entry, key=name, value=value)}
         addition |= dict(_pop_nested_aliases(addition))
+
         # After a reset, later overrides of parts of the mapping must not be merged with the files.
         if entry.value is None and path[0] in keys:
             changes += _add_layer(keys, copy.deepcopy(addition))
@@ -155,6 +158,7 @@ def _add_layer(keys: MergedKeys, layer: MergedKeys) -> list[_Change]:
         if not _same_type(old, new.value):
             _drop(keys, ("pos_emb_options",), f"dropped with pos_emb {old}", new, changes)
 
+    # Mappings are merged, other values replaced.
     for name, entry in layer.items():
         if name not in keys:
             keys[name] = entry
@@ -214,10 +218,13 @@ def _drop(
     """Remove a mapping from `keys`, because `entry` does not belong to it. Each of its parameters
     is a change.
     """
+    # The mapping that contains it.
     first = keys[path[0]]
     parent: Any = {name: each.value for name, each in keys.items()}
     for part in path[:-1]:
         parent = parent[part]
+
+    # Its parameters, with the keys as they were written.
     dropped = parent[path[-1]]
     if isinstance(dropped, dict):
         for name, value in dropped.items():
@@ -225,6 +232,7 @@ def _drop(
             key = ".".join((first.key, *inside[1:]))
             changes.append(_Change(key, value, key, first.place_of(inside), None, entry, reason))
 
+    # Without it, there are no places of its parameters either.
     if len(path) == 1:
         del keys[path[0]]
     else:

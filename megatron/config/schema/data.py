@@ -13,6 +13,7 @@ _NUM_SPLITS = 3
 class DataConfig(ConfigSection):
     """Data"""
 
+    # Where the documents are.
     data_path: PathText | None = field(
         None, "Prefix of the dataset (path without .bin and .idx), which `split` divides."
     )
@@ -21,6 +22,8 @@ class DataConfig(ConfigSection):
     )
     valid_data_paths: Paths | None = field(None, "Prefixes of validation datasets.")
     test_data_paths: Paths | None = field(None, "Prefixes of test datasets.")
+
+    # How often each dataset is drawn.
     train_data_weights: Weights | None = field(
         None, "Weights of the training datasets in the blend. Default: equal."
     )
@@ -41,6 +44,8 @@ class DataConfig(ConfigSection):
         ge=0,
         le=10,
     )
+
+    # Which documents are for what, and how they are read.
     split: str = field(
         "969, 30, 1", "Proportions of training, validation and test documents in data_path."
     )
@@ -57,6 +62,8 @@ class DataConfig(ConfigSection):
     data_cache_path: PathText | None = field(
         None, "Folder for the shuffled sample indices. Default: next to the dataset."
     )
+
+    # Documents in a row.
     eod_mask_loss: bool = field(
         False,
         """True: exclude the token after each end-of-document token from the loss, which is the mean

@@ -29,6 +29,7 @@ _FALSE = (False, "0", "off", "f", "false", "n", "no")
 class OptimizerConfig(ConfigSection):
     """Optimizer"""
 
+    # Which optimizer, and its parameters.
     type: Annotated[OptimizerType, CaseInsensitive] = field(
         "adam",
         """Case-insensitive. adam and adamw are the same and decouple the weight decay, as in
@@ -69,6 +70,8 @@ class OptimizerConfig(ConfigSection):
         decoupling it; nesterov: Nesterov momentum, default false for SGD and true for Muon.""",
         path="optimizer.params.*",
     )
+
+    # What all optimizers have.
     weight_decay: float = field(
         0.1,
         "Weight decay. Norms, biases and positional parameters have none, except matrices of "
@@ -85,6 +88,8 @@ class OptimizerConfig(ConfigSection):
     gradient_clipping: float = field(
         1.0, "Maximum global L2 norm of the gradients. 0: no clipping.", ge=0
     )
+
+    # Partitioning of the state.
     zero_stage: Int = field(
         0,
         """ZeRO stage. 0: off; 1: shards the optimizer state over the data-parallel ranks; 2: also
@@ -128,6 +133,8 @@ class OptimizerConfig(ConfigSection):
                 f"{self.type}; remove use_bnb_optimizer, or set optimizer.type to Adam"
             )
             return
+
+        # Parameters of another optimizer.
         known, params = self.spec.defaults, self.all_params
         for name in params:
             if name not in known:
@@ -186,6 +193,7 @@ class OptimizerConfig(ConfigSection):
 class ScheduleConfig(ConfigSection):
     """Learning-rate schedule"""
 
+    # How long.
     train_iters: Int | None = field(
         None, "Total number of optimizer steps. 0: evaluate only.", ge=0
     )
@@ -195,6 +203,8 @@ class ScheduleConfig(ConfigSection):
         (in GPT-NeoX, it would rise again).""",
         ge=1,
     )
+
+    # The shape, and its lowest value.
     lr_decay_style: Literal["constant", "linear", "cosine", "exponential"] = field(
         "linear", "Shape of the decay."
     )
@@ -215,6 +225,8 @@ class ScheduleConfig(ConfigSection):
         ge=0,
         le=1,
     )
+
+    # The warmup before it.
     warmup: float = field(0.01, "Fraction of lr_decay_iters for the linear warmup.", ge=0, le=1)
     warmup_iters: Int | None = field(None, "Steps of the linear warmup, instead of `warmup`.", ge=0)
 
@@ -232,6 +244,7 @@ class ScheduleConfig(ConfigSection):
             )
 
     def warnings(self) -> Iterator[str]:
+        # A decay that the run does not reach.
         decay_iters, train_iters = self.lr_decay_iters, self.train_iters or 0
         if decay_iters is not None and 0 < train_iters < decay_iters:
             yield (
@@ -239,6 +252,8 @@ class ScheduleConfig(ConfigSection):
                 "ends before the learning rate has decayed; without lr_decay_iters, both end "
                 "together"
             )
+
+        # A decay that ends before the run.
         falls = self.lr_decay_style in ("linear", "cosine")
         if decay_iters is None or decay_iters >= train_iters or not falls:
             return
@@ -285,6 +300,7 @@ _DTYPES: dict[str, Literal["fp32", "bf16", "fp16"]] = {
 class PrecisionConfig(ConfigSection):
     """Precision"""
 
+    # The data type. Several keys may select it, if they agree.
     precision: Literal["fp32", "fp16", "bfloat16"] | None = field(
         None, "Data type of weights and activations. Default: set by fp16 and bf16, else fp32."
     )
@@ -299,6 +315,8 @@ class PrecisionConfig(ConfigSection):
     bf16_enabled: bool = field(
         False, "Mixed precision in bfloat16, with float32 master weights.", path="bf16.enabled"
     )
+
+    # The loss scale of fp16.
     loss_scale: float = field(
         0.0,
         "fp16: constant loss scale. 0: dynamic loss scaling.",

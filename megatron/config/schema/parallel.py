@@ -32,6 +32,7 @@ def _partition_method(value: str) -> str:
 class ParallelConfig(ConfigSection):
     """Parallelism"""
 
+    # How the ranks share the model.
     pipe_parallel_size: Int = field(
         0,
         """Pipeline stages. 0 or 1: no pipeline (ZeRO 2 and 3 require 0); 2 or more: DeepSpeed's
@@ -41,12 +42,16 @@ class ParallelConfig(ConfigSection):
     model_parallel_size: Int = field(
         1, "Tensor parallelism: number of ranks over which each layer is split.", ge=1
     )
+
+    # How they communicate.
     distributed_backend: Literal["nccl", "gloo"] | None = field(
         None, "Backend of torch.distributed. Default: nccl on GPUs, gloo on CPUs."
     )
     fp32_allreduce: bool = field(
         False, "True: average gradients over the data-parallel ranks in float32."
     )
+
+    # Details of DeepSpeed.
     pipe_partition_method: Annotated[str, AfterValidator(_partition_method)] = field(
         "type:transformer|mlp",
         """How layers are distributed over pipeline stages: parameters (equal parameter counts),
@@ -155,6 +160,8 @@ class BatchConfig(ConfigSection):
             micro_batch = divide(global_batch, "gradient_accumulation_steps", accumulation)
         elif accumulation is None:
             accumulation = divide(global_batch, "train_micro_batch_size_per_gpu", micro_batch)
+
+        # All three are known, and must fit.
         product = micro_batch * accumulation * data_parallel_size
         if product != global_batch:
             raise UserError(
@@ -169,6 +176,7 @@ class BatchConfig(ConfigSection):
 class LauncherConfig(ConfigSection):
     """Launcher"""
 
+    # Which hosts and slots.
     hostfile: PathText | None = field(
         None,
         """File with one `HOST slots=N` line per node. Default: the file named by the environment
@@ -194,6 +202,8 @@ class LauncherConfig(ConfigSection):
         ge=1,
         le=1024,
     )
+
+    # Where rank 0 is.
     master_addr: str | None = field(
         None,
         """Address of the first host. Default: with Slurm, its first node; else the first address
@@ -206,6 +216,8 @@ class LauncherConfig(ConfigSection):
         ge=1,
         le=65535,
     )
+
+    # How ranks on other hosts are started.
     launcher: Annotated[Literal["pdsh", "openmpi", "slurm"], CaseInsensitive] = field(
         "pdsh",
         "Program that starts the ranks on several hosts: pdsh over ssh, mpirun, or srun "

@@ -17,11 +17,15 @@ class TrainingConfig(ConfigSection):
     """Training"""
 
     seed: Int = field(1234, "Seed of initial weights, data order and dropout.", ge=0, lt=2**32)
+
+    # Validation during the run.
     eval_interval: Int = field(1000, "Optimizer steps between validations.", ge=1)
     eval_iters: Int = field(100, "Batches per validation. 0: no validation.", ge=0)
     seq_length_val: Int | None = field(
         None, "Sequence length of validation, in tokens. Default: seq_length.", ge=1
     )
+
+    # Losses at other lengths during the run.
     extrapolation_lengths: Ints | None = field(
         None,
         """Additional sequence lengths, in tokens, at which every validation measures the loss; one
@@ -36,6 +40,8 @@ class TrainingConfig(ConfigSection):
         {EXTRAPOLATION_TOKENS:,}, or one sequence of the longest length if that is more.""",
         ge=1,
     )
+
+    # Log, memory and end of the run.
     log_interval: Int = field(100, "Optimizer steps between two log lines.", ge=1)
     checkpoint_activations: bool = field(
         False,
@@ -96,6 +102,8 @@ class CurriculumConfig(ConfigSection):
         "The difficulty is the sequence length, in tokens.",
         path="curriculum_learning.curriculum_type",
     )
+
+    # The lengths, and how they grow.
     min_difficulty: Int | None = field(
         None, "Length of the first step.", path="curriculum_learning.min_difficulty", ge=1
     )
@@ -148,6 +156,8 @@ class CurriculumConfig(ConfigSection):
         missing = [path for name, path in needed.items() if getattr(self, name) is None]
         for path in missing:
             yield f"{path} is not set, but schedule_type {self.schedule_type} needs it; set it"
+
+        # Keys of another schedule would have no effect.
         others = set[str]().union(*_NEEDED.values()).difference(needed)
         for name in sorted(others):
             if getattr(self, name) is not None:
@@ -196,6 +206,7 @@ class CurriculumConfig(ConfigSection):
 class EvaluationConfig(ConfigSection):
     """Evaluation"""
 
+    # Tasks of lm-evaluation-harness.
     eval_tasks: Texts | None = field(
         None,
         "Tasks of lm-evaluation-harness that evaluate.py runs instead of measuring extrapolation.",
@@ -217,6 +228,8 @@ class EvaluationConfig(ConfigSection):
         of a learned table.""",
         ge=1,
     )
+
+    # Extrapolation.
     lengths: Ints | None = field(
         None,
         "Lengths, in tokens, at which perplexity is measured. Default: the training length times "
@@ -244,6 +257,8 @@ class GenerationConfig(ConfigSection):
         "prompts from the console. Default: input-file if sample_input_file is set, otherwise "
         "unconditional.",
     )
+
+    # How tokens are sampled.
     temperature: float = field(0.0, "Sampling temperature. 0: greedy decoding.", ge=0)
     top_p: float = field(
         0.0,
@@ -259,6 +274,8 @@ class GenerationConfig(ConfigSection):
     prompt_end: str = field(
         "\n", "Separator of prompts, in the interactive mode and in the prompt file."
     )
+
+    # Where prompts come from, and where texts go.
     sample_input_file: PathText | None = field(
         None, "File of prompts, separated by prompt_end; same as generate.py -i."
     )
