@@ -24,9 +24,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 
 from benchmarks.support.timing import add_options, apply_options, compare, show, write_json
-from megatron.checkpoint.directory import find_valid_step
 from megatron.checkpoint.layers import layer_state, weight_layers
 from megatron.checkpoint.loading import load_weights
+from megatron.checkpoint.manifest import find_valid_step
 from megatron.checkpoint.optimizer import load_optimizer, optimizer_state, read_optimizer
 from megatron.checkpoint.saving import Checkpointer
 from megatron.checkpoint.state_dict import TrainingState

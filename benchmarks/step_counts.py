@@ -71,7 +71,7 @@ PARTS: tuple[tuple[Any, str, str], ...] = (
     (fused_block._ActivationLinear, "apply", "MLP"),
     (fused_block._GatedLinear, "apply", "MLP"),
     (fused_block._NormLinear, "apply", "norms"),
-    (fused_block, "run_blocks", "residuals"),
+    (gpt, "run_blocks", "residuals"),
     (gpt.FinalNorm, "forward", "loss"),
     (gpt.Output, "loss", "loss"),
 )

@@ -58,10 +58,10 @@ class OriginalAttention(SelfAttention):
         query, key, value = self.heads(qkv)  # [b, h, s, d]
         mask, distance = original_distances(qkv.shape[1])
         scores = query * self.head_size**-0.5 @ key.transpose(-1, -2)
-        if "weight" in self.rpe.hooks:
-            scores = scores * self.rpe.weight(distance)
-        if "bias" in self.rpe.hooks:
-            scores = scores + self.rpe.bias(distance)
+        if "weight" in self.positional.hooks:
+            scores = scores * self.positional.weight(distance)
+        if "bias" in self.positional.hooks:
+            scores = scores + self.positional.bias(distance)
         context = scores.masked_fill(mask, torch.finfo(scores.dtype).min).softmax(dim=-1) @ value
         return context.transpose(1, 2).flatten(2)
 
@@ -69,7 +69,7 @@ class OriginalAttention(SelfAttention):
 def use_original_attention(model: GPT) -> GPT:
     """Replace the attention of all layers. Returns the model."""
     for index, block in enumerate(model.blocks):
-        original = OriginalAttention(model.settings, block.attention.rpe, index)
+        original = OriginalAttention(model.settings, block.attention.positional, index)
         original.load_state_dict(block.attention.state_dict())
         block.attention = original
     return model

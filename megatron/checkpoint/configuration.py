@@ -1,6 +1,4 @@
-"""The configuration saved with a checkpoint: reading it, and comparing it with the configuration of
-a run.
-"""
+"""The configuration saved with a checkpoint, and its comparison with that of a run."""
 
 import os
 from collections.abc import Mapping
@@ -92,12 +90,10 @@ def _saved_entries(step: Path) -> list[YamlEntry]:
     folders = [folder for folder in (step / "configs", step.parent / "configs") if folder.is_dir()]
     # Without hidden files: macOS writes ._NAME next to NAME on other file systems and into
     # archives.
-    paths = sorted(
-        path
-        for folder in folders[:1]
-        for path in folder.glob("[!.]*")
-        if path.suffix in (".yml", ".yaml")
-    )
+    paths: list[Path] = []
+    if folders:
+        files = sorted(folders[0].glob("[!.]*"))
+        paths = [path for path in files if path.suffix in (".yml", ".yaml")]
     if not paths:
         raise CheckpointError(
             f"{step}: has no configs/*.yml, so the model's configuration is unknown"
@@ -111,9 +107,11 @@ def saved_config(step: Path, config: Config) -> Config:
     run names, never from one that the checkpoint names. Raises CheckpointError if the configuration
     is missing or cannot be used, and UnavailableMethod if it has another method than this run.
     """
-    module = config.model.pos_emb_module
+    overrides = {}
+    if config.model.pos_emb_module:
+        overrides["pos_emb_module"] = config.model.pos_emb_module
     try:
-        return checkpoint_config(step, {"pos_emb_module": module} if module else {})
+        return checkpoint_config(step, overrides)
     except CheckpointError as error:
         own = describe_method(canonical_name(config.model.pos_emb), config.model.pos_emb_options)
         saved = _saved_method(step) or own
@@ -196,32 +194,34 @@ def model_differences(saved: Config, config: Config, *, evaluation: bool = False
     `evaluation_options`), such as rotary scaling, and compare the sizes that `config` sets.
     """
     before, after = saved.model, config.model
-    differences = []
-    for key in SIZES if evaluation else ():
-        sizes = getattr(before, key), getattr(after, key)
-        if key in config.to_flat() and sizes[0] != sizes[1]:
-            differences.append(f"{key} {sizes[0]} in the checkpoint, {sizes[1]} here")
-    same_method = method_class(before.pos_emb) is method_class(after.pos_emb)
+    settings: list[tuple[str, object, object]] = []
+    if evaluation:
+        for key in SIZES:
+            if key in config.to_flat():
+                settings.append((key, getattr(before, key), getattr(after, key)))
+    method = method_class(before.pos_emb)
+    same_method = method is method_class(after.pos_emb)
     if not same_method:
-        differences.append(f"pos_emb {before.pos_emb} in the checkpoint, {after.pos_emb} here")
+        settings.append(("pos_emb", before.pos_emb, after.pos_emb))
 
     def options(config: ModelConfig) -> dict[str, object]:
-        method = method_class(before.pos_emb)
         complete = {**method.default_options(), **config.positional_options}
+        if evaluation:
+            return method.trained_options(**complete)
         uses_length = "trained_length" in SCALINGS.get(str(complete.get("scaling")), ())
-        if not evaluation and uses_length and complete["trained_length"] is None:
+        if uses_length and complete["trained_length"] is None:
             complete["trained_length"] = config.max_position_embeddings
-        return method.trained_options(**complete) if evaluation else complete
+        return complete
 
-    settings: list[tuple[str, object, object]] = []
     for field, key in OUTPUT_SETTINGS.items():
         settings.append((key, getattr(before, field), getattr(after, field)))
     if same_method:  # another method has other options
         settings.append(("the options of pos_emb", options(before), options(after)))
+    differences: dict[str, None] = {}
     for key, saved_value, value in settings:
         if saved_value != value:
-            differences.append(f"{key} {saved_value} in the checkpoint, {value} here")
-    return list(dict.fromkeys(differences))
+            differences[f"{key} {saved_value} in the checkpoint, {value} here"] = None
+    return list(differences)
 
 
 def replaces_positional_method(saved: Config, config: Config) -> bool:
@@ -230,19 +230,18 @@ def replaces_positional_method(saved: Config, config: Config) -> bool:
     """
 
     def parameters(config: ModelConfig) -> tuple[bool, list[dict[str, torch.Size]]]:
-        methods = config.build_on_meta()
-        shapes = [
-            {name: parameter.shape for name, parameter in method.named_parameters()}
-            for method in methods
-        ]
+        methods, shapes = config.build_on_meta(), []
+        for method in methods:
+            named = method.named_parameters()
+            shapes.append({name: parameter.shape for name, parameter in named})
         return methods[0].shared, shapes
 
     before, after = saved.model, config.model
     if method_class(before.pos_emb) is not method_class(after.pos_emb):
         return True
-    return before.positional_options != after.positional_options and parameters(
-        before
-    ) != parameters(after)
+    if before.positional_options == after.positional_options:
+        return False
+    return parameters(before) != parameters(after)
 
 
 def evaluated_method(config: Config) -> str:
@@ -252,7 +251,13 @@ def evaluated_method(config: Config) -> str:
 
 def describe_method(pos_emb: str, options: Mapping[str, object]) -> str:
     """A positional method with its non-default options: "rotary (scaling linear, factor 4)"."""
-    defaults = method_class(pos_emb).default_options() if pos_emb in registered_names() else {}
-    given = {name: value for name, value in options.items() if value is not None}
-    changed = [f"{name} {value}" for name, value in given.items() if value != defaults.get(name)]
-    return f"{pos_emb} ({', '.join(changed)})" if changed else pos_emb
+    defaults: Mapping[str, object] = {}
+    if pos_emb in registered_names():
+        defaults = method_class(pos_emb).default_options()
+    changed = []
+    for name, value in options.items():
+        if value is not None and value != defaults.get(name):
+            changed.append(f"{name} {value}")
+    if not changed:
+        return pos_emb
+    return f"{pos_emb} ({', '.join(changed)})"

@@ -9,14 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from kerple.positional import PositionalMethod, build_layers
 from megatron.checkpoint.directory import (
     OPTIMIZER_FILES,
-    find_damage,
     iteration_of,
     layer_files,
-    read_manifest,
     read_state_file,
 )
 from megatron.checkpoint.layers import (
@@ -25,6 +24,7 @@ from megatron.checkpoint.layers import (
     merge_shards,
     tied_output,
 )
+from megatron.checkpoint.manifest import find_damage, read_manifest
 from megatron.checkpoint.storage import CheckpointError, read_weights
 from megatron.config.schema.model import ModelConfig
 
@@ -44,30 +44,43 @@ def describe(step: Path, config: ModelConfig | None = None) -> dict[str, Any]:
     config: the model section of the checkpoint's configuration. manifest: "whole", "none", or the
     damage. kernels: see `head_values`. Raises CheckpointError if a file cannot be read safely.
     """
+    # Files, sizes and damage.
     layers = layer_files(step)
-    paths = [path for path in step.rglob("*") if path.is_file()]
-    damage = find_damage(step)
+    sizes = {path: path.stat().st_size for path in step.rglob("*") if path.is_file()}
+    layer_sizes = {}
+    for index, files in layers.items():
+        layer_sizes[str(index)] = sum(sizes[path] for path in files)
+    manifest = find_damage(step)
+    if manifest is None:
+        manifest = "whole"
+        if read_manifest(step) is None:
+            manifest = "none"
+
+    # The optimizer's state.
     saved = read_state_file(step)
     optimizer_files = len(list(step.glob(OPTIMIZER_FILES)))
-    optimizer = "the release's" if isinstance(saved.get("optimizer"), dict) else "none"
+    optimizer = "none"
     if optimizer_files:
         optimizer = f"per parameter, in {optimizer_files} file{'s' * (optimizer_files > 1)}"
-    tied = None if config is None else tied_output(config)
-    own_layers = {index: files for index, files in layers.items() if index != tied}
-    counts, dtypes = _parameter_counts(
-        own_layers, shared=config is None or config.build_on_meta()[0].shared
-    )
+    elif isinstance(saved.get("optimizer"), dict):
+        optimizer = "the release's"
+
+    # A tied output is the embedding's weights again, and a shared method that of the first layer.
+    own_layers, shared = layers, True
+    if config is not None:
+        own_layers = dict(layers)
+        if (tied := tied_output(config)) is not None:
+            own_layers.pop(tied, None)
+        shared = config.build_on_meta()[0].shared
+    counts, dtypes = _parameter_counts(own_layers, shared=shared)
     description = {
         "step": str(step),
         "iteration": saved.get("iteration") or iteration_of(step),
-        "manifest": damage or ("none" if read_manifest(step) is None else "whole"),
-        "files": len(paths),
-        "bytes": sum(path.stat().st_size for path in paths),
+        "manifest": manifest,
+        "files": len(sizes),
+        "bytes": sum(sizes.values()),
         "parameters": sum(counts.values()),
-        "layers": {
-            str(index): sum(path.stat().st_size for path in files)
-            for index, files in layers.items()
-        },
+        "layers": layer_sizes,
         "tensor_parallel": max(map(len, layers.values())),
         "dtypes": sorted(dtypes),
         "optimizer": optimizer,
@@ -101,17 +114,21 @@ def _parameter_counts(
                     raise CheckpointError(
                         f"{path}: lacks {name}, which {paths[0].name} has; the file is incomplete"
                     )
-            sliced = SLICED.fullmatch(name) is not None
-            if name.startswith(
-                POSITIONAL_PREFIXES
-            ):  # the release splits them by head, this project does not
-                copies = [shard[name] for shard in shards]
-                sliced = any(
-                    tensor.dtype != copy.dtype or not torch.equal(tensor, copy) for copy in copies
-                )
-            key = name if shared and name.startswith(POSITIONAL_PREFIXES) else f"{index}.{name}"
-            counts[key] = sum(shard[name].numel() for shard in shards) if sliced else tensor.numel()
+            copies = [shard[name] for shard in shards]
+            key, sliced = f"{index}.{name}", SLICED.fullmatch(name) is not None
+            if name.startswith(POSITIONAL_PREFIXES):
+                # The release splits them by head, this project does not.
+                sliced = not all(_same(tensor, copy) for copy in copies)
+                if shared:
+                    key = name
+            counts[key] = tensor.numel()
+            if sliced:
+                counts[key] = sum(copy.numel() for copy in copies)
     return counts, dtypes
+
+
+def _same(first: Tensor, second: Tensor) -> bool:
+    return first.dtype == second.dtype and torch.equal(first, second)
 
 
 def positional_methods(step: Path, config: ModelConfig) -> Iterator[tuple[str, PositionalMethod]]:
@@ -128,22 +145,20 @@ def positional_methods(step: Path, config: ModelConfig) -> Iterator[tuple[str, P
             continue
         paths = files[index]
         shards = [read_weights(path) for path in paths]
-        parameters = {}
+        saved: dict[str, Tensor] = {}
         for name, parameter in method.named_parameters():
-            key = next(
-                (prefix + name for prefix in POSITIONAL_PREFIXES if prefix + name in shards[0]),
-                None,
-            )
-            if key is not None:
-                parameters[name] = merge_shards(
-                    key, [shard[key] for shard in shards], parameter.shape, paths[0]
-                )
-        if not parameters and any(True for _ in method.parameters()):
+            for key in (prefix + name for prefix in POSITIONAL_PREFIXES):
+                if key in shards[0]:
+                    slices = [shard[key] for shard in shards]
+                    merged = merge_shards(key, slices, parameter.shape, paths[0])
+                    saved.setdefault(name, merged.float())
+        if not saved and any(True for _ in method.parameters()):
             continue
-        method.load_state_dict(
-            {**method.state_dict(), **{name: value.float() for name, value in parameters.items()}}
-        )
-        yield ("all layers" if method.shared else f"layer {index - 2}"), method
+        method.load_state_dict(method.state_dict() | saved)
+        place = f"layer {index - 2}"
+        if method.shared:
+            place = "all layers"
+        yield place, method
 
 
 def head_values(step: Path, config: ModelConfig) -> dict[str, dict[str, list[float]]]:
@@ -164,9 +179,7 @@ def head_values(step: Path, config: ModelConfig) -> dict[str, dict[str, list[flo
 
 
 def check_finite(step: Path) -> None:
-    """Read all weights. Raises CheckpointError, naming the first tensor that contains NaN or
-    infinity.
-    """
+    """Read all weights. Raises CheckpointError for the first tensor with NaN or infinity."""
     for paths in layer_files(step).values():
         for path in paths:
             for name, tensor in read_weights(path).items():

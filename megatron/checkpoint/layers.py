@@ -34,8 +34,9 @@ from megatron.model.settings import ModelSettings
 
 # Parameters of GPT-NeoX's RMSNorm -> their names in this project.
 SCALE_NAMES = {
-    f"{norm}.scale": f"{norm}.weight"
-    for norm in ("input_layernorm", "post_attention_layernorm", "norm")
+    "input_layernorm.scale": "input_layernorm.weight",
+    "post_attention_layernorm.scale": "post_attention_layernorm.weight",
+    "norm.scale": "norm.weight",
 }
 
 NORM_PREFIXES = ("input_layernorm.", "post_attention_layernorm.", "norm.")
@@ -87,32 +88,35 @@ def own_layout(
     layer: of the configured model. Raises CheckpointError if the order of the rows of
         query_key_value is not known.
     """
-    shares_keys = isinstance(layer, TransformerBlock) and layer.attention.queries_per_key > 1
-    if (len(shards) == 1 and not shares_keys) or origin.is_this_project:
+    queries_per_key, head_size = 1, 0
+    summed: tuple[str, ...] = ()
+    if isinstance(layer, TransformerBlock):
+        queries_per_key, head_size = layer.attention.queries_per_key, layer.attention.head_size
+        if layer.parallel_residual:
+            summed = ROW_PARALLEL_BIASES
+    if (len(shards) == 1 and queries_per_key == 1) or origin.is_this_project:
         return shards
+
+    # The order of the rows of query_key_value.
     converted = [dict(shard) for shard in shards]
-    if isinstance(layer, TransformerBlock) and shares_keys and origin.is_grouped_by_kind:
+    if queries_per_key > 1 and origin.is_grouped_by_kind:
         for shard in converted:
             for name in shard.keys() & set(QUERY_KEY_VALUE):
-                shard[name] = group_by_key(
-                    shard[name], layer.attention.queries_per_key, layer.attention.head_size
-                )
+                shard[name] = group_by_key(shard[name], queries_per_key, head_size)
     if len(shards) == 1:
         return converted
-    summed = (
-        ROW_PARALLEL_BIASES
-        if isinstance(layer, TransformerBlock) and layer.parallel_residual
-        else ()
-    )
+
+    # Biases that all ranks add, and norms: replicas that rounding may have trained apart.
     for name, first in shards[0].items():
-        # The ranks' norms are replicas, but they may have been trained apart by rounding.
         if name not in summed and not name.startswith(NORM_PREFIXES):
             continue
         if any(name not in shard or shard[name].shape != first.shape for shard in shards):
             continue  # is an error when the shards are merged
         total = torch.stack([shard[name].float() for shard in shards]).sum(0)
+        if name not in summed:
+            total = total / len(shards)
         for shard in converted:
-            shard[name] = total if name in summed else total / len(shards)
+            shard[name] = total
     return converted
 
 
@@ -124,10 +128,11 @@ def group_by_key(rows: Tensor, queries_per_key: int, head_size: int) -> Tensor:
     groups, rest = divmod(len(rows), (queries_per_key + 2) * head_size)
     if rest:
         return rows  # is an error when sizes are compared
-    heads = rows.unflatten(0, (-1, head_size))
+    heads = rows.unflatten(0, (-1, head_size))  # [h + 2 g, d, ...]
     query, key, value = heads.split((groups * queries_per_key, groups, groups))
-    query = query.unflatten(0, (groups, queries_per_key))
-    return torch.cat((query, key.unsqueeze(1), value.unsqueeze(1)), dim=1).flatten(0, 2)
+    query = query.unflatten(0, (groups, queries_per_key))  # [g, h / g, d, ...]
+    grouped = torch.cat((query, key.unsqueeze(1), value.unsqueeze(1)), dim=1)
+    return grouped.flatten(0, 2)
 
 
 EMBEDDING, OUTPUT = "word_embeddings.weight", "final_linear.weight"
@@ -155,23 +160,21 @@ LayerStates = Mapping[int, Sequence[Mapping[str, Tensor]]]
 
 def tied_output(config: ModelConfig) -> int | None:
     """Index of the output layer if it uses the embedding's weights; it then has no file."""
-    return None if config.no_weight_tying else config.num_layers + 4
+    if config.no_weight_tying:
+        return None
+    return config.num_layers + 4
 
 
 def weight_layers(layers: Mapping[int, nn.Module], config: ModelConfig) -> dict[int, nn.Module]:
     """The layers that have files: all but an output layer that uses the embedding's weights."""
-    return {index: layer for index, layer in layers.items() if index != tied_output(config)}
+    tied = tied_output(config)
+    return {index: layer for index, layer in layers.items() if index != tied}
 
 
 def tensors_of(layer: nn.Module) -> dict[str, Tensor]:
-    """The layer's parameters and persistent buffers, without the placeholders that megatron-core
-    adds.
-    """
-    return {
-        name: tensor
-        for name, tensor in layer.state_dict(keep_vars=True).items()
-        if torch.is_tensor(tensor)
-    }
+    """The layer's parameters and persistent buffers, without megatron-core's placeholders."""
+    state = layer.state_dict(keep_vars=True)
+    return {name: tensor for name, tensor in state.items() if torch.is_tensor(tensor)}
 
 
 def layer_state(layer: nn.Module) -> dict[str, Tensor]:
@@ -182,18 +185,11 @@ def layer_state(layer: nn.Module) -> dict[str, Tensor]:
     """
     state = {}
     for name, tensor in tensors_of(layer).items():
-        fills_storage = (
-            tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.nbytes
-        )
         detached = tensor.detach()
-        state[name] = (
-            detached if fills_storage else detached.clone(memory_format=torch.contiguous_format)
-        )
+        if not tensor.is_contiguous() or tensor.untyped_storage().nbytes() != tensor.nbytes:
+            detached = detached.clone(memory_format=torch.contiguous_format)
+        state[name] = detached
     return state
-
-
-# -- tensor parallelism
-# ------------------------------------------------------------------------------------------------
 
 
 def merge_shards(name: str, shards: Sequence[Tensor], expected: torch.Size, source: Path) -> Tensor:
@@ -219,20 +215,15 @@ def merge_shards(name: str, shards: Sequence[Tensor], expected: torch.Size, sour
 
 
 def check_copies(copies: Sequence[Tensor], problem: str) -> None:
-    """Raises CheckpointError, with the message `problem`, if copies of a tensor differ by more than
-    rounding.
-    """
+    """Raises CheckpointError, saying `problem`, if copies differ by more than rounding."""
     if copies[0].is_meta:
         return
     first, *others = (tensor.float() for tensor in copies)
     for other in others:
         difference = (first - other).abs().nan_to_num(0.0).max()
-        if difference > COPY_TOLERANCE * torch.stack((first, other)).abs().nan_to_num(0.0).max():
+        largest = torch.stack((first, other)).abs().nan_to_num(0.0).max()
+        if difference > COPY_TOLERANCE * largest:
             raise CheckpointError(f"{problem} (largest difference: {difference:.2g})")
-
-
-# -- loading
-# --------------------------------------------------------------------------------------------------
 
 
 def open_layers(
@@ -242,8 +233,13 @@ def open_layers(
     memory-mapped: do not write to them.
     """
     files = layer_files(step)
-    chosen = files if indices is None else [index for index in indices if index in files]
-    return {index: [own_names(read_weights(path)) for path in files[index]] for index in chosen}
+    if indices is None:
+        indices = files
+    states: dict[int, list[dict[str, Tensor]]] = {}
+    for index in indices:
+        if index in files:
+            states[index] = [own_names(read_weights(path)) for path in files[index]]
+    return states
 
 
 def load_layers(
@@ -261,7 +257,8 @@ def load_layers(
     neither reads nor changes the tensors of positional methods. Raises CheckpointError, before a
     layer is changed, if its names or shapes do not match.
     """
-    states = open_layers(step, layers) if states is None else states
+    if states is None:
+        states = open_layers(step, layers)
     origin = Origin(step)
     for index, layer in layers.items():
         full = _merge_layer(index, layer, states, origin, tensor_size, positional)
@@ -285,19 +282,25 @@ def check_sizes(
     out the tensors of positional methods. Raises CheckpointError, naming both sides of a
     difference.
     """
-    files = open_layers(step) if states is None else states
-    states = {}
+    files = states
+    if files is None:
+        files = open_layers(step)
+    shapes: dict[int, list[dict[str, Tensor]]] = {}
     for index, shards in files.items():
-        states[index] = [
-            {name: tensor.to("meta") for name, tensor in shard.items()} for shard in shards
-        ]
+        shapes[index] = []
+        for shard in shards:
+            shapes[index].append({name: tensor.to("meta") for name, tensor in shard.items()})
     config = settings.config
-    check_dimensions(states, config, step)
+    check_dimensions(shapes, config, step)
+
+    # Names and shapes.
     with torch.device("meta"):
         layers = weight_layers(GPT(settings).layers(), config)
     origin = Origin(step)
     for index, layer in layers.items():
-        _merge_layer(index, layer, states, origin, tensor_size=1, positional=positional)
+        _merge_layer(index, layer, shapes, origin, tensor_size=1, positional=positional)
+
+    # Copies.
     output = tied_output(config)
     if output is not None and output in files:
         _check_tied_output(files[0], files[output], layer_file(step, output, 0))
@@ -311,8 +314,10 @@ def check_dimensions(states: LayerStates, config: ModelConfig, step: Path) -> No
     """
     # A checkpoint may contain the output layer even if the model uses the embedding's weights for
     # it.
-    last = config.num_layers + (4 if config.no_weight_tying else 3)
-    if max(states) not in (last, config.num_layers + 4):
+    output = last = config.num_layers + 4
+    if not config.no_weight_tying:
+        last = output - 1
+    if max(states) not in (last, output):
         raise CheckpointError(
             f"{step}: the last layer file has index {max(states)}, but the configured model would "
             f"have {last}; num-layers (or no-weight-tying) differs"
@@ -323,9 +328,11 @@ def check_dimensions(states: LayerStates, config: ModelConfig, step: Path) -> No
                 f"{layer_file(step, index, 0)}: no such file; num-layers differs, or the "
                 "checkpoint is incomplete"
             )
-    rows = embedding_rows(states, step)
+
+    # The embedding.
+    expected = torch.Size((embedding_rows(states, step), config.hidden_size))
     shards = [shard[EMBEDDING].to("meta") for shard in states[0]]
-    merge_shards(EMBEDDING, shards, torch.Size((rows, config.hidden_size)), layer_file(step, 0, 0))
+    merge_shards(EMBEDDING, shards, expected, layer_file(step, 0, 0))
 
 
 def embedding_rows(states: LayerStates, step: Path) -> int:
@@ -344,41 +351,38 @@ def _check_tied_output(
     """
     expected = torch.cat([shard[EMBEDDING] for shard in embedding])
     shards = [shard[name] for shard in output for name in (OUTPUT, EMBEDDING) if name in shard]
-    weight = merge_shards(OUTPUT, shards, expected.shape, source) if shards else torch.empty(0)
-    if not torch.equal(weight.to(expected.dtype), expected):
-        raise CheckpointError(
-            f"{source}: contains an output layer with other weights than the embedding, but the "
-            "configured model uses "
-            'the embedding\'s; set "no-weight-tying": true'
-        )
+    if shards:
+        weight = merge_shards(OUTPUT, shards, expected.shape, source)
+        if torch.equal(weight.to(expected.dtype), expected):
+            return
+    raise CheckpointError(
+        f"{source}: contains an output layer with other weights than the embedding, but the "
+        'configured model uses the embedding\'s; set "no-weight-tying": true'
+    )
 
 
 def _check_shared_method(
     layers: Mapping[int, nn.Module], files: LayerStates, pos_emb: str, step: Path
 ) -> None:
-    """Raises CheckpointError if layers that share the parameters of a positional method have
-    different ones.
-    """
+    """Raises CheckpointError if layers that share a positional method have different parameters."""
     first: dict[str, Tensor] = {}
     for index, layer in layers.items():
-        method = (
-            getattr(layer.attention, "rpe", None) if isinstance(layer, TransformerBlock) else None
-        )
+        if not isinstance(layer, TransformerBlock):
+            continue
+        method = layer.attention.rpe
         if method is None or not method.shared:
             continue
+        per_layer = f'"pos_emb": "per_layer", "pos_emb_options": {{"methods": ["{pos_emb}"]}}'
+        if "parameters" in method.default_options():
+            per_layer = '"pos_emb_options": {"parameters": "per-layer"}'
+        source = layer_file(step, index, 0)
         for name, parameter in method.named_parameters(prefix="attention.rpe"):
             shards = [shard[name] for shard in files[index]]
-            copy = merge_shards(name, shards, parameter.shape, layer_file(step, index, 0))
-            per_layer = (
-                '"pos_emb_options": {"parameters": "per-layer"}'
-                if "parameters" in method.default_options()
-                else f'"pos_emb": "per_layer", "pos_emb_options": {{"methods": ["{pos_emb}"]}}'
-            )
+            copy = merge_shards(name, shards, parameter.shape, source)
             check_copies(
                 (first.setdefault(name, copy), copy),
-                f"{layer_file(step, index, 0)}: {name} differs from that of the first layer, but "
-                "the layers of the configured model share it. If each layer has its own, set "
-                f"{per_layer}",
+                f"{source}: {name} differs from that of the first layer, but the layers of the "
+                f"configured model share it. If each layer has its own, set {per_layer}",
             )
 
 
@@ -393,16 +397,14 @@ def _merge_layer(
     """The layer's full (unsliced) tensors. Raises CheckpointError for a missing, unknown or
     misshapen tensor.
     """
-
-    def included(name: str) -> bool:
-        return positional or not name.startswith(POSITIONAL_PREFIXES)
-
     # Without its positional tensors, a layer may have none.
-    expected = {
-        name: full_shape(tensor, tensor_size)
-        for name, tensor in tensors_of(layer).items()
-        if included(name)
-    }
+    left_out: tuple[str, ...] = ()
+    if not positional:
+        left_out = POSITIONAL_PREFIXES
+    expected = {}
+    for name, tensor in tensors_of(layer).items():
+        if not name.startswith(left_out):
+            expected[name] = full_shape(tensor, tensor_size)
     if not expected:
         return {}
     if index not in states:
@@ -413,37 +415,29 @@ def _merge_layer(
 
     # Names. Tensors that the module computes may be in the file, but are not needed.
     shards, source = own_layout(layer, states[index], origin), layer_file(origin.step, index, 0)
-    computed = {*COMPUTED_BUFFERS}
+    known = {*expected, *COMPUTED_BUFFERS}
     for prefix, module in layer.named_modules():
         if isinstance(module, PositionalMethod):
-            computed |= {f"{prefix}.{name}" for name in module.computed}
-    missing = [name for name in expected if name not in shards[0]]
-    unknown = [
-        name
-        for name in shards[0]
-        if included(name) and name not in expected and name not in computed
-    ]
-    if missing or unknown:
-        parts = [f"lacks {', '.join(missing)}, which the configured model has"] if missing else []
-        parts += (
-            [f"contains {', '.join(unknown)}, which the configured model does not have"]
-            if unknown
-            else []
-        )
+            known |= {f"{prefix}.{name}" for name in module.computed}
+    parts = []
+    if missing := [name for name in expected if name not in shards[0]]:
+        parts.append(f"lacks {', '.join(missing)}, which the configured model has")
+    in_file = [name for name in shards[0] if not name.startswith(left_out)]
+    if unknown := [name for name in in_file if name not in known]:
+        parts.append(f"contains {', '.join(unknown)}, which the configured model does not have")
+    if parts:
         raise CheckpointError(
             f"{source}: {' and '.join(parts)}; check pos-emb and the keys that set the model's "
             "shape"
         )
-    for name in expected:
-        for shard in shards:
-            if name not in shard:
-                raise CheckpointError(
-                    f"{source}: another tensor-parallel rank's file of this layer lacks {name}"
-                )
 
     # Shapes, and equal copies on all ranks.
     full = {}
     for name, shape in expected.items():
+        if not all(name in shard for shard in shards):
+            raise CheckpointError(
+                f"{source}: another tensor-parallel rank's file of this layer lacks {name}"
+            )
         copies = [shard[name] for shard in shards]
         full[name] = merge_shards(name, copies, shape, source)
         if copies[0].shape == shape:

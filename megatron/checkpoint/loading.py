@@ -1,10 +1,8 @@
-"""Loading a checkpoint into a training run of any parallel layout: weights only (finetune), or
-everything (resume).
-"""
+"""Loading a checkpoint into a training run: weights only (finetune), or everything (resume)."""
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from megatron.checkpoint.configuration import (
     UnavailableMethod,
@@ -15,9 +13,7 @@ from megatron.checkpoint.configuration import (
 from megatron.checkpoint.directory import (
     MANIFEST,
     STATE_FILE,
-    find_damage,
     find_step,
-    find_valid_step,
     iteration_of,
     looks_like_checkpoint,
     read_state_file,
@@ -33,6 +29,7 @@ from megatron.checkpoint.layers import (
     tied_output,
     weight_layers,
 )
+from megatron.checkpoint.manifest import find_damage, find_valid_step
 from megatron.checkpoint.optimizer import load_optimizer, read_optimizer, read_original_optimizer
 from megatron.checkpoint.state_dict import (
     TrainingEngine,
@@ -88,8 +85,13 @@ def locate_checkpoint(config: Config, layout: Layout, report: Report) -> Path | 
     iteration = run_on_rank_0(chosen_iteration)
     if iteration is not None:
         manifest = step_folder(Path(load), tag_for(iteration)) / MANIFEST
-        contents = run_on_all_ranks(lambda: manifest.read_bytes() if manifest.is_file() else None)
-        if len(set(contents)) > 1:
+
+        def manifest_here() -> bytes | None:
+            if not manifest.is_file():
+                return None
+            return manifest.read_bytes()
+
+        if len(set(run_on_all_ranks(manifest_here))) > 1:
             raise CheckpointError(
                 f"load: {load} does not have the same checkpoint of iteration {iteration} on all "
                 "hosts; use a folder that they share, or copy the checkpoint to each of them"
@@ -98,14 +100,8 @@ def locate_checkpoint(config: Config, layout: Layout, report: Report) -> Path | 
     def damage_seen_by_any_rank(step: Path) -> str | None:
         """Each rank checks a part of the files."""
         share = (layout.rank, layout.world_size)
-        return next(
-            (
-                damage
-                for damage in run_on_all_ranks(lambda: find_damage(step, share=share))
-                if damage
-            ),
-            None,
-        )
+        damages = run_on_all_ranks(lambda: find_damage(step, share=share))
+        return next(filter(None, damages), None)
 
     return find_valid_step(
         load, iteration, fallback=settings.fallback, report=report, check=damage_seen_by_any_rank
@@ -130,10 +126,12 @@ def checkpoint_vocab_size(
     default = padded_vocab_size(tokenizer_size, divisor, tensor_size)
     if rows == default:
         return rows
-    if all(
-        rows != padded_vocab_size(tokenizer_size, divisor, ranks)
-        for ranks in range(1, MAX_TENSOR_PARALLEL + 1)
-    ):
+
+    # Padding for another tensor-parallel size is accepted, any other size is another vocabulary.
+    paddings = set()
+    for ranks in range(1, MAX_TENSOR_PARALLEL + 1):
+        paddings.add(padded_vocab_size(tokenizer_size, divisor, ranks))
+    if rows not in paddings:
         raise CheckpointError(
             f"{step}: its vocabulary is padded to {rows:,} tokens, but the tokenizer's "
             f"{tokenizer_size:,} to {default:,} (make_vocab_size_divisible_by {divisor}, "
@@ -199,17 +197,16 @@ def resumable_config(config: Config) -> Config | None:
     start from.
     """
     settings = config.checkpoint
-    is_same = same_folder(settings.save, settings.load)
     if settings.save is None or not looks_like_checkpoint(settings.save):
         return None
-    is_special = (
-        settings.finetune
-        or settings.no_load_optim
-        or settings.no_load_rng
-        or settings.iteration is not None
-    )
-    if is_same and not is_special:
+
+    # A run that loads the latest checkpoint of `save`, and everything in it, resumes anyway.
+    is_same = same_folder(settings.save, settings.load)
+    leaves_out = settings.finetune or settings.no_load_optim or settings.no_load_rng
+    if is_same and not leaves_out and settings.iteration is None:
         return None
+
+    # The run whose checkpoints these are.
     saved, problem = None, ""
     try:
         saved = saved_config(find_step(settings.save), config).checkpoint
@@ -217,18 +214,24 @@ def resumable_config(config: Config) -> Config | None:
         problem = f"checkpoints of an unknown run ({error})"
     if saved is not None and _starts_like(saved, settings):
         # The state that it left out when it started is not to be left out again.
-        left_out = {
-            key: getattr(settings, key) and not getattr(saved, key)
-            for key in ("no_load_optim", "no_load_rng")
-        }
-        return config.updated(load=settings.save, finetune=False, iteration=None, **left_out)
+        return config.updated(
+            load=settings.save,
+            finetune=False,
+            iteration=None,
+            no_load_optim=settings.no_load_optim and not saved.no_load_optim,
+            no_load_rng=settings.no_load_rng and not saved.no_load_rng,
+        )
     if is_same:
         return None
     if not problem:
-        iteration = "" if settings.iteration is None else f", iteration: {settings.iteration}"
-        start = f"load: {settings.load}{iteration}" if settings.load else "scratch"
-        finetune = " with finetune" if settings.finetune else ""
-        problem = f"checkpoints of another run, which was not started from {start}{finetune}"
+        start = "scratch"
+        if settings.load:
+            start = f"load: {settings.load}"
+            if settings.iteration is not None:
+                start += f", iteration: {settings.iteration}"
+        if settings.finetune:
+            start += " with finetune"
+        problem = f"checkpoints of another run, which was not started from {start}"
     raise CheckpointError(
         f"save: {settings.save} already contains {problem}. Choose another save; or, to resume "
         "that run, set load to its folder, without finetune and iteration"
@@ -237,17 +240,15 @@ def resumable_config(config: Config) -> Config | None:
 
 def _starts_like(saved: CheckpointConfig, settings: CheckpointConfig) -> bool:
     """Whether two runs start from the same checkpoint in the same way, or both from scratch."""
-    same_load = saved.load == settings.load or same_folder(saved.load, settings.load)
-    return same_load and (saved.finetune, saved.iteration) == (
-        settings.finetune,
-        settings.iteration,
-    )
+    if saved.finetune != settings.finetune or saved.iteration != settings.iteration:
+        return False
+    return saved.load == settings.load or same_folder(saved.load, settings.load)
 
 
 def same_folder(first: str | None, second: str | None) -> bool:
-    return (
-        first is not None and second is not None and Path(first).resolve() == Path(second).resolve()
-    )
+    if first is None or second is None:
+        return False
+    return Path(first).resolve() == Path(second).resolve()
 
 
 def _new_positional_method(step: Path, config: Config) -> bool:
@@ -288,12 +289,14 @@ def load_weights(engine: TrainingEngine, step: Path, *, positional: bool = True)
     positional method's parameters as they are. Raises CheckpointError before changing a layer whose
     file does not fit.
     """
-    layout = engine.layout
-    for index, layer in weight_layers(engine.layers(), engine.config.model).items():
+    layout, layers = engine.layout, weight_layers(engine.layers(), engine.config.model)
+    states = open_layers(step, layers)
+    for index, layer in layers.items():
         with gathered(engine, layer, modifier_rank=0):
             load_layers(
                 {index: layer},
                 step,
+                states=states,
                 tensor_size=layout.tensor_size,
                 tensor_rank=layout.tensor_rank,
                 positional=positional,
@@ -329,12 +332,8 @@ def _resume(engine: TrainingEngine, config: Config, step: Path, report: Report) 
         )
     shape = engine.shape()
     if saved["shape"] != shape:
-        texts = []
-        for sizes in (saved["shape"], shape):
-            texts.append(
-                ", ".join(f"{name.replace('_', ' ')} {size}" for name, size in sizes.items())
-            )
-        report(f"{step}: saved with {texts[0]}; resharding its state for {texts[1]}")
+        before, now = _shape_text(saved["shape"]), _shape_text(shape)
+        report(f"{step}: saved with {before}; resharding its state for {now}")
 
     # Optimizer state, or float32 weights that match the loaded ones.
     load_optimizer_state = not settings.no_load_optim and not saved["optimizer_left_out"]
@@ -349,10 +348,10 @@ def _resume(engine: TrainingEngine, config: Config, step: Path, report: Report) 
         load_optimizer(engine, read_optimizer(step), step)
     else:
         engine.refresh_masters()
-        report(
-            "optimizer state not loaded: "
-            + ("no-load-optim" if settings.no_load_optim else "it was not saved")
-        )
+        reason = "it was not saved"
+        if settings.no_load_optim:
+            reason = "no-load-optim"
+        report(f"optimizer state not loaded: {reason}")
     restore_counters(engine, saved, loss_scale=load_optimizer_state)
 
     # Each rank has its own generators.
@@ -372,10 +371,14 @@ def _resume(engine: TrainingEngine, config: Config, step: Path, report: Report) 
     return state
 
 
+def _shape_text(shape: dict[str, int]) -> str:
+    return ", ".join(f"{name.replace('_', ' ')} {size}" for name, size in shape.items())
+
+
 def _resume_original(
     engine: TrainingEngine, config: Config, step: Path, saved: dict[str, Any], report: Report
 ) -> TrainingState:
-    """From a checkpoint of the KERPLE release or GPT-NeoX of 2022: iteration, samples, and Adam's
+    """Of a checkpoint of the KERPLE release or GPT-NeoX of 2022: iteration, samples, and Adam's
     state if it fits.
     """
     iteration: int = saved.get("iteration") or iteration_of(step)
@@ -400,9 +403,9 @@ def _resume_original(
             f"{step}: not saved by this project; loaded weights and iteration, the optimizer "
             f"starts from scratch ({reason})"
         )
+    state = TrainingState(iteration, samples, tokens=samples * engine.seq_length)
     # At iteration 0, no schedule has begun: the checkpoint was converted, for example from Hugging
     # Face.
-    lr_schedule: Literal["neox", "neox-2022"] = "neox-2022" if iteration else "neox"
-    return TrainingState(
-        iteration, samples, tokens=samples * engine.seq_length, lr_schedule=lr_schedule
-    )
+    if iteration:
+        state.lr_schedule = "neox-2022"
+    return state

@@ -2,9 +2,8 @@
 
 Each rank writes the state it owns to `optimizer_rank_NNNNN.pt`:
 
-    {"tensor_rank": T, "parameters": {NAME: {"shape": (...), "start": S, "step": N, "exp_avg": [n],
-    "exp_avg_sq": [n],
-                                             "master": [n]}}}
+    {"tensor_rank": T, "parameters": {NAME: {"shape": (...), "start": S, "step": N,
+                                             "exp_avg": [n], "exp_avg_sq": [n], "master": [n]}}}
 
 NAME is the layer index and the name in the layer's file ("2.attention.dense.weight"). A parameter
 that layers share has one name ("positional.bias_p"). "shape" is the shape of tensor-parallel slice
@@ -66,20 +65,17 @@ def parameter_names(
         shared: dict[int, str] = {}
         for _, method in outermost(layer):
             if method.shared:
-                shared |= {
-                    id(parameter): f"positional.{name}"
-                    for name, parameter in method.named_parameters()
-                }
+                for name, parameter in method.named_parameters():
+                    shared[id(parameter)] = f"positional.{name}"
         for name, parameter in layer.named_parameters():
-            if id(parameter) not in seen:
-                seen.add(id(parameter))
-                own_name = "0.word_embeddings.weight" if index == tied_output else f"{index}.{name}"
-                names[shared.get(id(parameter), own_name)] = parameter
+            if id(parameter) in seen:
+                continue
+            seen.add(id(parameter))
+            own_name = f"{index}.{name}"
+            if index == tied_output:
+                own_name = "0.word_embeddings.weight"
+            names[shared.get(id(parameter), own_name)] = parameter
     return names
-
-
-# -- the optimizer in memory
-# -------------------------------------------------------------------------------------------
 
 
 def wrapped_optimizer(engine: Any) -> torch.optim.Optimizer:
@@ -113,28 +109,25 @@ def optimizer_fragments(engine: Any, parameters: Mapping[str, nn.Parameter]) -> 
                 master = flat.detach().narrow(0, offset, size)
                 fragments[name] = Fragment(parameter.ds_shape, start, master, group, flat, offset)
     elif wrapper is optimizer:
-        groups = {
-            id(parameter): group
-            for group in optimizer.param_groups
-            for parameter in group["params"]
-        }
+        # torch's own optimizer updates the parameters themselves.
+        groups = {}
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                groups[id(parameter)] = group
         for name, parameter in parameters.items():
-            master = parameter.data.view(-1)
-            fragments[name] = Fragment(
-                parameter.shape, 0, master, groups[id(parameter)], parameter, 0
-            )
+            group, master = groups[id(parameter)], parameter.data.view(-1)
+            fragments[name] = Fragment(parameter.shape, 0, master, group, parameter, 0)
     else:
         # ZeRO 1 and 2 and the bf16 optimizer keep one flat float32 partition per parameter group,
         # which the optimizer updates.
         for name, parameter in parameters.items():
             mapping = parameter._hp_mapping
-            if mapping is not None:
-                group = optimizer.param_groups[mapping.param_group_index]
-                (flat,) = group["params"]
-                start, offset = mapping.lp_fragment_address.start, mapping.hp_fragment_address.start
-                fragments[name] = Fragment(
-                    parameter.shape, start, mapping.hp_fragment.detach(), group, flat, offset
-                )
+            if mapping is None:
+                continue
+            group, master = optimizer.param_groups[mapping.param_group_index], mapping.hp_fragment
+            (flat,) = group["params"]
+            start, offset = mapping.lp_fragment_address.start, mapping.hp_fragment_address.start
+            fragments[name] = Fragment(parameter.shape, start, master.detach(), group, flat, offset)
     return fragments
 
 
@@ -153,18 +146,17 @@ def optimizer_state(engine: TrainingEngine) -> dict[str, Any]:
     entries = {}
     for name, fragment in fragments.items():
         state = optimizer.state.get(fragment.key, {})
-        entries[name] = {
+        entry: dict[str, Any] = {
             "shape": tuple(fragment.shape),
             "start": fragment.start,
             "step": get_step(optimizer, fragment.group, fragment.key),
-            **{
-                kind: fragment.of(state[kind])
-                for kind in engine.config.optimizer.spec.state_tensors
-                if kind in state
-            },
         }
+        for kind in engine.config.optimizer.spec.state_tensors:
+            if kind in state:
+                entry[kind] = fragment.of(state[kind])
         if has_masters:
-            entries[name]["master"] = fragment.master
+            entry["master"] = fragment.master
+        entries[name] = entry
     return {"tensor_rank": engine.layout.tensor_rank, "parameters": entries}
 
 
@@ -192,31 +184,31 @@ def load_optimizer(engine: TrainingEngine, source: "SavedOptimizer", step: Path)
         )
 
     def local_fragment(name: str, full: Tensor, fragment: Fragment) -> Tensor:
-        is_whole = fragment.shape == full.shape
-        local = full if is_whole else slice_for_rank(parameters[name], full, layout.tensor_rank)
-        return local.reshape(-1).narrow(0, fragment.start, fragment.master.numel())
+        if fragment.shape != full.shape:
+            full = slice_for_rank(parameters[name], full, layout.tensor_rank)
+        return full.reshape(-1).narrow(0, fragment.start, fragment.master.numel())
 
     # State, cut to this rank's slice and to the part it has in memory.
     for name, fragment in states.items():
         shape = full_shape(parameters[name], layout.tensor_size)
         saved_tensors = [kind for kind in state_tensors if source.has(name, kind)]
-        state = initialize_state(optimizer, fragment.key, saved_tensors) if saved_tensors else {}
+        if not saved_tensors:
+            continue
+        state = initialize_state(optimizer, fragment.key, saved_tensors)
         for kind in saved_tensors:
             kind_shape = torch.Size(state_shape(kind, shape))
             saved = source.tensor(name, kind, kind_shape)
-            has_shape = kind_shape == shape
-            fragment.of(state[kind]).copy_(
-                local_fragment(name, saved, fragment) if has_shape else saved.view(-1)
-            )
-            set_step(optimizer, fragment.group, fragment.key, source.step(name))
+            if kind_shape == shape:
+                saved = local_fragment(name, saved, fragment)
+            fragment.of(state[kind]).copy_(saved.view(-1))
+        set_step(optimizer, fragment.group, fragment.key, source.step(name))
 
     # Float32 weights.
     for name, fragment in fragments.items():
         if source.has(name, "master"):
             shape = full_shape(parameters[name], layout.tensor_size)
-            fragment.master.copy_(
-                local_fragment(name, source.tensor(name, "master", shape), fragment)
-            )
+            master = source.tensor(name, "master", shape)
+            fragment.master.copy_(local_fragment(name, master, fragment))
     if engine.config.precision.dtype == "fp32":
         if hasattr(engine.deepspeed.optimizer, "update_lp_params"):
             engine.deepspeed.optimizer.update_lp_params()
@@ -235,18 +227,16 @@ def load_optimizer(engine: TrainingEngine, source: "SavedOptimizer", step: Path)
     by_layer: dict[int, list[str]] = {}
     for name in fragments:
         if not source.has(name, "master") and parameters[name].dtype != torch.float32:
-            by_layer.setdefault(places[id(parameters[name])][0], []).append(name)
+            index, _ = places[id(parameters[name])]
+            by_layer.setdefault(index, []).append(name)
     for index, names in by_layer.items():
         shards = open_layers(step, [index])[index]
         for name in names:
-            file_name = places[id(parameters[name])][1]
+            _, file_name = places[id(parameters[name])]
             expected = full_shape(parameters[name], layout.tensor_size)
-            full = merge_shards(file_name, [shard[file_name] for shard in shards], expected, step)
+            slices = [shard[file_name] for shard in shards]
+            full = merge_shards(file_name, slices, expected, step)
             fragments[name].master.copy_(local_fragment(name, full, fragments[name]))
-
-
-# -- the optimizer's files
-# ---------------------------------------------------------------------------------------------
 
 
 class SavedOptimizer:
@@ -323,6 +313,7 @@ def read_original_optimizer(
     the release stores flat partitions, or nothing in this file. saved: the contents of
     `mp_rank_00_model_states.pt`.
     """
+    # What fits no single Adam on one rank.
     empty, state = SavedOptimizer(step, {}), saved.get("optimizer")
     if state is None:
         return empty, "the checkpoint has no optimizer state"
@@ -333,6 +324,8 @@ def read_original_optimizer(
     files = layer_files(step)
     if any(len(paths) > 1 for paths in files.values()):
         return empty, "the checkpoint is tensor parallel"
+
+    # Parameter name -> shape, in the order of the numbers.
     shapes: dict[str, torch.Size] = {}
     for index, (path, *_) in files.items():
         for name, tensor in own_names(read_weights(path)).items():
@@ -340,21 +333,21 @@ def read_original_optimizer(
                 continue
             if name == "attention.query_key_value.weight" and len(tensor) != 3 * tensor.shape[1]:
                 return empty, "num_kv_heads: the rows of query_key_value are in GPT-NeoX's order"
-            prefix = next(
-                (prefix for prefix in POSITIONAL_PREFIXES if name.startswith(prefix)), None
-            )
-            key = f"{index}.{name}" if prefix is None else f"positional.{name.removeprefix(prefix)}"
+            key = f"{index}.{name}"
+            for prefix in POSITIONAL_PREFIXES:
+                if name.startswith(prefix):
+                    key = f"positional.{name.removeprefix(prefix)}"
             shapes.setdefault(key, tensor.shape)
     numbers = state["param_groups"][0]["params"]
     if len(numbers) != len(shapes):
         return empty, f"it has {len(numbers)} parameters, but the layer files have {len(shapes)}"
+
+    # The state under these names.
     entries = {}
     for number, (name, shape) in zip(numbers, shapes.items(), strict=True):
         entry = state["state"].get(number, {})
-        if (
-            any(kind not in entry or entry[kind].shape != shape for kind in state_tensors)
-            or "step" not in entry
-        ):
+        fits = all(kind in entry and entry[kind].shape == shape for kind in state_tensors)
+        if not fits or "step" not in entry:
             return empty, f"its parameter {number} does not have the shape of {name}"
         entries[name] = {0: [{**entry, "shape": shape, "start": 0}]}
     return SavedOptimizer(step, entries), None

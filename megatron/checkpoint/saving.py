@@ -3,8 +3,8 @@
 Files are written to `global_stepN.unfinished`, which gets its final name when all of them are on
 disk:
 
-    layer_XX-model_YY-model_states.pt   weights of layer XX, tensor-parallel slice YY (data-parallel
-    rank 0) optimizer_rank_NNNNN.pt             this rank's part of the optimizer state
+    layer_XX-model_YY-model_states.pt   weights of layer XX, tensor-parallel slice YY
+    optimizer_rank_NNNNN.pt             this rank's part of the optimizer state
     random_rank_NNNNN.pt                this rank's random states
     mp_rank_00_model_states.pt          progress and counters of the run (rank 0)
     configs/config.yml                  the configuration, without secrets (rank 0)
@@ -22,21 +22,18 @@ from typing import Any
 
 import torch.distributed as dist
 
+from megatron.checkpoint.cleanup import check_replaced, clean_up, publish, remove_older
 from megatron.checkpoint.configuration import saved_config
 from megatron.checkpoint.directory import (
     CONFIG_FILE,
     OPTIMIZER_FILES,
     STATE_FILE,
-    check_replaced,
-    clean_up,
     layer_file,
-    publish,
-    remove_older,
     step_folder,
     tag_for,
-    write_manifest,
 )
 from megatron.checkpoint.layers import layer_state, weight_layers
+from megatron.checkpoint.manifest import write_manifest
 from megatron.checkpoint.optimizer import optimizer_file, optimizer_state
 from megatron.checkpoint.state_dict import (
     TrainingEngine,
@@ -53,8 +50,8 @@ from megatron.utils.files import sync_folder, write_atomically
 from megatron.utils.ranks import run_on_rank_0
 from megatron.utils.secrets import without_secrets
 
-# File name -> record (None if this rank failed), and the error.
-WriteResult = tuple[dict[str, FileRecord] | None, str | None]
+# File name -> record, and the error of this rank.
+WriteResult = tuple[dict[str, FileRecord], str | None]
 
 
 class Checkpointer:
@@ -91,10 +88,8 @@ class Checkpointer:
                     self.directory, lambda saved: saved == state.iteration, self.first_lineage
                 )
                 unfinished.mkdir()
-                state.folder, state.inode = (
-                    str(self.directory.resolve()),
-                    self.directory.stat().st_ino,
-                )
+                state.folder = str(self.directory.resolve())
+                state.inode = self.directory.stat().st_ino
                 return replaced
             except OSError as error:
                 raise CheckpointError(
@@ -104,31 +99,33 @@ class Checkpointer:
         replaced = run_on_rank_0(prepare)
 
         # `lineage` contains this checkpoint and those it continues.
-        state.lineage = [
-            *(saved for saved in state.lineage if saved < state.iteration),
-            state.iteration,
-        ]
+        earlier = [saved for saved in state.lineage if saved < state.iteration]
+        state.lineage = [*earlier, state.iteration]
         if self.first_lineage is None:  # from now on, the run has checkpoints of its own
             self.first_lineage = state.lineage
 
         self._write(state, unfinished)
-        replaces = ", which replaces an earlier one of this run" if replaced else ""
-        self.report(f"saved {self.directory / tag_for(state.iteration)}{replaces}")
+        message = f"saved {self.directory / tag_for(state.iteration)}"
+        if replaced:
+            message += ", which replaces an earlier one of this run"
+        self.report(message)
         run_on_rank_0(lambda: self._remove_older(state.lineage))
 
     def _write(self, state: TrainingState, unfinished: Path) -> None:
+        # All ranks write, whether or not another one fails, because they gather together.
         tag, files = tag_for(state.iteration), rank_files(self.engine, self.config, state)
-        results: list[WriteResult] = [(None, None)] * self.engine.layout.world_size
+        results: list[WriteResult] = [({}, None)] * self.engine.layout.world_size
         dist.all_gather_object(results, write_files(unfinished, files))
-        failure = next(
-            (f"rank {rank}: {error}" for rank, (_, error) in enumerate(results) if error), None
-        )
+        errors = [f"rank {rank}: {error}" for rank, (_, error) in enumerate(results) if error]
 
+        # Rank 0 completes the checkpoint or removes it.
         def complete() -> None:
-            if failure is not None:
+            if errors:
                 shutil.rmtree(unfinished, ignore_errors=True)
                 return
-            records = {name: record for part, _ in results for name, record in (part or {}).items()}
+            records: dict[str, FileRecord] = {}
+            for of_rank, _ in results:
+                records |= of_rank
             try:
                 write_manifest(unfinished, state.iteration, records)
                 publish(self.directory, unfinished, tag)
@@ -140,10 +137,10 @@ class Checkpointer:
                 raise CheckpointError(str(error)) from error
 
         run_on_rank_0(complete)
-        if failure is not None:
+        if errors:
             raise CheckpointError(
-                f"{self.directory / tag}: could not be saved ({failure}); free some disk space or "
-                "check the folder's permissions. Previously saved checkpoints are unchanged"
+                f"{self.directory / tag}: could not be saved ({errors[0]}); free some disk space "
+                "or check the folder's permissions. Previously saved checkpoints are unchanged"
             )
 
     def _remove_older(self, lineage: list[int]) -> None:
@@ -161,10 +158,9 @@ class Checkpointer:
                     f"{keep})"
                 )
         except (OSError, UserError) as error:
-            problem = first_line(error)
             self.report(
                 "warning: an older checkpoint could not be deleted, so the disk may become full: "
-                f"{problem}"
+                f"{first_line(error)}"
             )
 
     def _keeps(self, iteration: int) -> bool:
@@ -200,16 +196,17 @@ def rank_files(
             if layout.data_rank == 0:
                 yield layer_file(Path(), index, layout.tensor_rank).name, layer_state(layer)
     # Replicas have the same state, unless DeepSpeed splits it among them.
-    if not settings.no_save_optim and (
-        layout.data_rank == 0 or engine.deepspeed.zero_optimization()
-    ):
+    has_own_state = layout.data_rank == 0 or engine.deepspeed.zero_optimization()
+    if has_own_state and not settings.no_save_optim:
         yield optimizer_file(layout.rank), optimizer_state(engine)
     if not settings.no_save_rng:
         yield random_state_file(layout.rank), capture_random_state()
     if layout.rank == 0:
         yield STATE_FILE, run_state(engine, config, state)
         # JSON is valid YAML, so the file loads like any other configuration.
-        yield CONFIG_FILE, (json.dumps(without_secrets(config.to_flat()), indent=2) + "\n").encode()
+        keys = without_secrets(config.to_flat())
+        text = json.dumps(keys, indent=2) + "\n"
+        yield CONFIG_FILE, text.encode()
 
 
 def write_files(folder: Path, files: Iterable[tuple[str, Any]]) -> WriteResult:
@@ -218,6 +215,7 @@ def write_files(folder: Path, files: Iterable[tuple[str, Any]]) -> WriteResult:
     """
     records: dict[str, FileRecord] = {}
     errors: list[BaseException] = []
+
     # One thread flushes a file to disk while the next one is serialized.
     with ThreadPoolExecutor(1) as disk:
         pending: list[Future[None]] = []
@@ -235,18 +233,17 @@ def write_files(folder: Path, files: Iterable[tuple[str, Any]]) -> WriteResult:
                     write_atomically(path, value)
                     records[name] = file_record(path)
                 else:
-                    zip_checksums = not fnmatch(
-                        name, OPTIMIZER_FILES
-                    )  # only torch.load reads optimizer files
+                    # Only torch.load reads optimizer files, and it ignores these checksums.
+                    zip_checksums = not fnmatch(name, OPTIMIZER_FILES)
                     records[name] = save_file(path, value, zip_checksums=zip_checksums, sync=sync)
             except (OSError, RuntimeError, UserError) as error:
                 errors.append(error)
         errors += [failure for future in pending if (failure := future.exception()) is not None]
     if errors:
-        text = first_line(errors[0])
-        return None, text if isinstance(
-            errors[0], UserError
-        ) else f"{type(errors[0]).__name__}: {text}"
+        problem = first_line(errors[0])
+        if not isinstance(errors[0], UserError):
+            problem = f"{type(errors[0]).__name__}: {problem}"
+        return records, problem
     sync_folder(folder)
     return records, None
 

@@ -24,9 +24,7 @@ SCALER_FIELDS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis"
 
 
 class TrainingEngine(Protocol):
-    """The interface of a training run for saving and loading; implemented by
-    `megatron.training.engine.Engine`.
-    """
+    """The part of `megatron.training.engine.Engine` that saving and loading use."""
 
     config: Config
     seq_length: int
@@ -98,13 +96,10 @@ def gathered(
     )
 
 
-# -- the run as a whole
-# ------------------------------------------------------------------------------------------------
-
-
 def run_state(engine: TrainingEngine, config: Config, state: TrainingState) -> dict[str, Any]:
     """The contents of `mp_rank_00_model_states.pt`, as plain Python values."""
     scaler = getattr(engine.deepspeed.optimizer, "loss_scaler", None)
+    scaler_fields = [name for name in SCALER_FIELDS if hasattr(scaler, name)]
     return {
         "iteration": state.iteration,
         "training": asdict(state),
@@ -114,9 +109,7 @@ def run_state(engine: TrainingEngine, config: Config, state: TrainingState) -> d
         "optimizer": config.optimizer.name,
         "optimizer_left_out": config.checkpoint.no_save_optim,
         "counters": {name: int(getattr(engine.deepspeed, name)) for name in COUNTERS},
-        "loss_scaler": {
-            name: getattr(scaler, name) for name in SCALER_FIELDS if hasattr(scaler, name)
-        },
+        "loss_scaler": {name: getattr(scaler, name) for name in scaler_fields},
     }
 
 
@@ -132,26 +125,23 @@ def restore_counters(engine: TrainingEngine, saved: Mapping[str, Any], *, loss_s
             setattr(scaler, name, value)
 
 
-# -- random states
-# --------------------------------------------------------------------------------------------------
-
-
 def random_state_file(rank: int) -> str:
     return f"random_rank_{rank:05d}.pt"
 
 
 def capture_random_state() -> dict[str, Any]:
-    """State of the generators of Python, NumPy and torch (CPU, and the current GPU if there is
-    one).
-    """
+    """State of the generators of Python, NumPy and torch (CPU, and the current GPU)."""
     version, words, gauss = random.getstate()
     numpy_state: Any = np.random.get_state()  # noqa: NPY002 (the generator that libraries share)
     kind, keys, position, has_gauss, cached = numpy_state
+    cuda = None
+    if torch.cuda.is_available():
+        cuda = torch.cuda.get_rng_state()
     return {
         "python": (version, torch.tensor(words, dtype=torch.int64), gauss),
         "numpy": (kind, torch.from_numpy(keys.astype(np.int64)), position, has_gauss, cached),
         "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
+        "cuda": cuda,
     }
 
 

@@ -1,6 +1,4 @@
-"""Read and write checkpoint files. Reading never executes a pickle; writing is durable when it
-returns.
-"""
+"""Checkpoint files. Reading never executes a pickle; writing is durable when it returns."""
 
 import contextlib
 import json
@@ -162,10 +160,11 @@ def read_weights(path: Path, ignored: re.Pattern[str] = _NO_NAME) -> dict[str, T
         state = load_tensors(path)
     if not isinstance(state, dict):
         raise CheckpointError(f"{path}: contains a {type(state).__name__} instead of named tensors")
-    weights = {
-        str(name): tensor for name, tensor in state.items() if not ignored.fullmatch(str(name))
-    }
-    for name, tensor in weights.items():
+    weights = {}
+    for key, tensor in state.items():
+        name = str(key)
+        if ignored.fullmatch(name):
+            continue
         if not isinstance(tensor, Tensor):
             raise CheckpointError(
                 f"{path}: has {name} of type {type(tensor).__name__}, not a tensor"
@@ -175,6 +174,7 @@ def read_weights(path: Path, ignored: re.Pattern[str] = _NO_NAME) -> dict[str, T
                 f"{path}: has {name} of {tensor.dtype}; weights are float32, bfloat16, float16 or "
                 "float64"
             )
+        weights[name] = tensor
     return weights
 
 
@@ -189,8 +189,9 @@ def _errors_of(path: str | Path) -> Iterator[None]:
         raise CheckpointError(str(error)) from error
     except pickle.UnpicklingError as error:
         # torch's own message advises weights_only=False, which would execute the file.
-        found = re.search(r"GLOBAL (\S+)", str(error))
-        content = f"contains {found[1]}" if found else "is damaged or contains other objects"
+        content = "is damaged or contains other objects"
+        if found := re.search(r"GLOBAL (\S+)", str(error)):
+            content = f"contains {found[1]}"
         raise CheckpointError(
             f"{path}: rejected because it {content}; only tensors and plain Python values are "
             "loaded"
@@ -198,18 +199,13 @@ def _errors_of(path: str | Path) -> Iterator[None]:
     except BaseException as error:  # damaged data can make the unpickler raise anything
         if not is_library_error(error):
             raise
-        reason = next(
-            (line for line in str(error).splitlines() if line and "weights_only" not in line), ""
-        )
-        raise CheckpointError(
-            f"{path}: cannot be read, the file is damaged ({reason or type(error).__name__})"
-        ) from error
+        lines = (line for line in str(error).splitlines() if line and "weights_only" not in line)
+        reason = next(lines, type(error).__name__)
+        raise CheckpointError(f"{path}: cannot be read, the file is damaged ({reason})") from error
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file. Raises CheckpointError if the file is missing, too large, or is
-    not a JSON object.
-    """
+    """The object in a JSON file. Raises CheckpointError if it is missing, too large, or invalid."""
     try:
         value = json.loads(read_file(path, JSON_LIMIT))
     except UserError as error:

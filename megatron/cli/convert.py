@@ -13,8 +13,9 @@ import argparse
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from megatron.checkpoint.directory import find_step, find_valid_step, iteration_of
+from megatron.checkpoint.directory import find_step, iteration_of
 from megatron.checkpoint.layers import DTYPES
+from megatron.checkpoint.manifest import find_valid_step
 from megatron.convert import from_hugging_face, to_hugging_face
 from megatron.convert.hub import PREFIX, download, local_checkpoint
 from megatron.convert.output import check_new_folder

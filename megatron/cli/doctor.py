@@ -59,10 +59,8 @@ def _failure(name: str, device: torch.device, dtype: torch.dtype) -> str | None:
         use_bias_in_mlp=True,
         **BLOCKS[name],
     )
-    block: Any = SimpleNamespace(
-        input_layernorm=make_norm(config), mlp=make_mlp(ModelSettings(config, 64))
-    )
-    return fused_block.kernel_failure(block, device, dtype)
+    mlp = make_mlp(ModelSettings(config, 64))
+    return fused_block.kernel_failure(make_norm(config), mlp, device, dtype)
 
 
 if __name__ == "__main__":

@@ -16,8 +16,9 @@ from megatron.checkpoint.configuration import (
     evaluated_method,
     trained_tokenizer,
 )
-from megatron.checkpoint.directory import iteration_of, weights_fingerprint
+from megatron.checkpoint.directory import iteration_of
 from megatron.checkpoint.inspection import positional_methods
+from megatron.checkpoint.manifest import weights_fingerprint
 from megatron.cli.eval_tasks import evaluate_tasks, task_options
 from megatron.cli.evaluation_options import (
     add_options,

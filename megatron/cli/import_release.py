@@ -16,16 +16,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron.checkpoint.directory import (
-    find_damage,
-    find_step,
-    read_manifest,
-    saved_iterations,
-    step_folder,
-    tag_for,
-    write_manifest_of_folder,
-)
+from megatron.checkpoint.directory import find_step, saved_iterations, step_folder, tag_for
 from megatron.checkpoint.inspection import check_finite, describe
+from megatron.checkpoint.manifest import find_damage, read_manifest, write_manifest_of_folder
 from megatron.checkpoint.storage import CheckpointError, load_file
 from megatron.cli.inspect import readable
 from megatron.convert.archive import unpack

@@ -17,15 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from megatron.checkpoint.configuration import checkpoint_config
-from megatron.checkpoint.directory import (
-    MANIFEST,
-    STEP,
-    find_damage,
-    find_step,
-    iteration_of,
-    write_manifest_of_folder,
-)
+from megatron.checkpoint.directory import MANIFEST, STEP, find_step, iteration_of
 from megatron.checkpoint.inspection import describe
+from megatron.checkpoint.manifest import find_damage, write_manifest_of_folder
 from megatron.checkpoint.storage import CheckpointError, load_file
 from megatron.data.indexed_dataset import (
     bin_path,

@@ -15,8 +15,9 @@ from typing import Any
 
 from kerple.positional import RANDOM_OPTIONS, method_class
 from megatron.checkpoint.configuration import checkpoint_config, evaluated_method, model_differences
-from megatron.checkpoint.directory import find_step, find_valid_step, has_checkpoint, iteration_of
+from megatron.checkpoint.directory import find_step, has_checkpoint, iteration_of
 from megatron.checkpoint.layers import DTYPES
+from megatron.checkpoint.manifest import find_valid_step
 from megatron.config import Config
 from megatron.config.schema import canonical_path
 from megatron.config.yaml_files import parse_override

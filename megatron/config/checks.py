@@ -6,18 +6,16 @@ the latter.
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import yaml
 
 from kerple.positional.wrappers import PerLayer, Randomized
+from megatron.config.schema import Sections
 from megatron.utils.errors import UserError
 
-if TYPE_CHECKING:
-    from megatron.config.loader import Config
 
-
-def check_vocabulary(config: "Config", tokenizer_vocab_size: int) -> None:
+def check_vocabulary(config: Sections, tokenizer_vocab_size: int) -> None:
     """Raises UserError if the tokenizer has more tokens than the embedding has rows."""
     padded = config.model.padded_vocab_size
     if padded is not None and padded < tokenizer_vocab_size:
@@ -27,7 +25,7 @@ def check_vocabulary(config: "Config", tokenizer_vocab_size: int) -> None:
         )
 
 
-def validate(config: "Config") -> Iterator[str]:
+def validate(config: Sections) -> Iterator[str]:
     """One message for each contradiction between keys of several sections."""
     yield from _tensor_parallelism(config)
     yield from _pipeline(config)
@@ -36,7 +34,7 @@ def validate(config: "Config") -> Iterator[str]:
     yield from _extrapolation(config)
 
 
-def warnings_for(config: "Config") -> Iterator[str]:
+def warnings_for(config: Sections) -> Iterator[str]:
     """One message for each key whose meaning in GPT-NeoX is easily mistaken, or differs here."""
     for _, section in config:
         yield from section.warnings()
@@ -47,7 +45,7 @@ def warnings_for(config: "Config") -> Iterator[str]:
         )
 
 
-def _tensor_parallelism(config: "Config") -> Iterator[str]:
+def _tensor_parallelism(config: Sections) -> Iterator[str]:
     model, size = config.model, config.parallel.model_parallel_size
     # Heads, features and rows are split evenly over the ranks.
     if model.num_attention_heads % size:
@@ -85,8 +83,9 @@ def _tensor_parallelism(config: "Config") -> Iterator[str]:
         )
 
 
-def _pipeline(config: "Config") -> Iterator[str]:
+def _pipeline(config: Sections) -> Iterator[str]:
     stages, zero_stage = config.parallel.pipe_parallel_size, config.optimizer.zero_stage
+    # Stages need blocks, and only some ZeRO stages know pipelines.
     if stages > config.model.num_layers:
         yield (
             f"pipe_parallel_size {stages} is more than num_layers {config.model.num_layers}; every "
@@ -100,7 +99,7 @@ def _pipeline(config: "Config") -> Iterator[str]:
         )
 
 
-def _positional_method(config: "Config") -> Iterator[str]:
+def _positional_method(config: Sections) -> Iterator[str]:
     """The method does not support the parallel layout or the lengths."""
     # Heads and positions that cannot be split over ranks or documents.
     model, size = config.model, config.parallel.model_parallel_size
@@ -115,9 +114,8 @@ def _positional_method(config: "Config") -> Iterator[str]:
             "parallelism and ZeRO are supported)"
         )
 
-    random_rotation = any(
-        "rotate" in method.hooks and isinstance(method, Randomized) for method in methods
-    )
+    randomized = [method for method in methods if isinstance(method, Randomized)]
+    random_rotation = any("rotate" in method.hooks for method in randomized)
     if config.data.reset_attention_mask and random_rotation:
         yield (
             f"reset_attention_mask with random positions (random_range) of pos_emb {model.pos_emb} "
@@ -127,9 +125,8 @@ def _positional_method(config: "Config") -> Iterator[str]:
 
     # Lengths of sequences in training and validation.
     of_layers = [each.method for each in methods if isinstance(each, PerLayer)]
-    random_ranges = {
-        each.random.range for each in (*methods, *of_layers) if isinstance(each, Randomized)
-    }
+    randomized += [method for method in of_layers if isinstance(method, Randomized)]
+    random_ranges = {method.random.range for method in randomized}
     lengths = {"seq_length": model.seq_length, "seq_length_val": config.training.seq_length_val}
     given = [(name, length) for name, length in lengths.items() if length is not None]
     for name, length in given:
@@ -151,7 +148,7 @@ def _positional_method(config: "Config") -> Iterator[str]:
                 )
 
 
-def _extrapolation(config: "Config") -> Iterator[str]:
+def _extrapolation(config: Sections) -> Iterator[str]:
     parallel, stage = config.parallel, config.optimizer.zero_stage
     keys_that_split_the_model = {
         f"pipe_parallel_size {parallel.pipe_parallel_size}": parallel.pipe_parallel_size > 1,
@@ -167,7 +164,7 @@ def _extrapolation(config: "Config") -> Iterator[str]:
             )
 
 
-def _training_length(config: "Config") -> Iterator[str]:
+def _training_length(config: Sections) -> Iterator[str]:
     schedule, lr, logging = config.schedule, config.optimizer.lr, config.logging
     if schedule.min_lr > lr:
         yield f"min_lr {schedule.min_lr} exceeds optimizer.params.lr {lr}; lower min_lr"
@@ -266,11 +263,13 @@ def _attention_reason(value: Any, num_layers: Any) -> str | None:
         for item in value:
             if isinstance(item, str):
                 types.append(item)
-            else:
-                pattern, count = item
-                if isinstance(pattern, str):
-                    return expected
-                types += pattern * (num_layers // len(pattern) if count == "all" else count)
+                continue
+            pattern, count = item
+            if isinstance(pattern, str):
+                return expected
+            if count == "all":
+                count = num_layers // len(pattern)
+            types += pattern * count
     except (TypeError, ValueError, ZeroDivisionError):
         return expected
     sparse = sorted({str(type_) for type_ in types if type_ not in _DENSE_ATTENTION})

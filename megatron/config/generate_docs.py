@@ -37,6 +37,7 @@ _BOUNDS = ((Ge, "ge", "at least"), (Gt, "gt", "above"), (Le, "le", "at most"), (
 
 def generate() -> str:
     """The complete document, in Markdown."""
+    # A table for each section.
     lines = [_HEADER]
     for model in SECTIONS.values():
         lines += [
@@ -47,6 +48,8 @@ def generate() -> str:
         ]
         lines += [_table_row(name, field) for name, field in model.model_fields.items()]
         lines.append("")
+
+    # Keys without effect, by the reason.
     lines += [
         "## Ignored",
         "",
@@ -57,6 +60,8 @@ def generate() -> str:
     for key, reason in checks.IGNORED.items():
         keys_by_reason.setdefault(reason, []).append(key)
     lines += [f"- {_join(keys)}: {reason}." for reason, keys in keys_by_reason.items()]
+
+    # Keys that are errors.
     lines += [
         "",
         "## Unsupported",
@@ -70,13 +75,13 @@ def generate() -> str:
     ]
     keys_by_entry: dict[tuple[str, str], list[str]] = {}
     for key, entry in checks.UNSUPPORTED.items():
-        keys_by_entry.setdefault(
-            (entry.reason, _join(json.dumps(value) for value in entry.off)), []
-        ).append(key)
+        accepted = _join(map(json.dumps, entry.off))
+        keys_by_entry.setdefault((entry.reason, accepted), []).append(key)
     for (reason, accepted), keys in keys_by_entry.items():
-        lines.append(
-            f"- {_join(keys)}: {reason}." + (f" Accepted: {accepted}." if accepted else "")
-        )
+        line = f"- {_join(keys)}: {reason}."
+        if accepted:
+            line += f" Accepted: {accepted}."
+        lines.append(line)
     return "\n".join([*lines, ""])
 
 
@@ -90,11 +95,10 @@ def _table_row(name: str, field: FieldInfo) -> str:
         default = f"`{json.dumps(field.default)}`"
     meaning = field.description or ""
     if name == "pos_emb":
-        built_in = (
-            method
-            for method in primary_names()
-            if method_class(method).__module__.startswith("kerple.")
-        )
+        built_in = []
+        for method in primary_names():
+            if method_class(method).__module__.startswith("kerple."):
+                built_in.append(method)
         meaning += f" Built-in methods: {', '.join(built_in)}."
     if has_placeholders(field):
         meaning += " Placeholders."
@@ -104,31 +108,39 @@ def _table_row(name: str, field: FieldInfo) -> str:
 
 def describe_type(annotation: Any, metadata: Iterable[Any] = ()) -> str:
     """A type in words, with its bounds: `int | None` with ge=1 is "integer, at least 1"."""
-    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
-    bounds = []
+    # Bounds, which a field may contain.
+    items: list[Any] = []
     for given in metadata:
-        for item in given.metadata if isinstance(given, FieldInfo) else [given]:
-            bounds += [
-                f"{words} {getattr(item, name)}"
-                for kind, name, words in _BOUNDS
-                if isinstance(item, kind)
-            ]
-    if bounds:
-        return ", ".join([describe_type(annotation), *bounds])
+        if isinstance(given, FieldInfo):
+            items += given.metadata
+        else:
+            items.append(given)
+    parts = []
+    for item in items:
+        for kind, name, words in _BOUNDS:
+            if isinstance(item, kind):
+                parts.append(f"{words} {getattr(item, name)}")
+    if parts:
+        return ", ".join([describe_type(annotation), *parts])
+
+    # The type itself.
+    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
     if origin is Annotated:
         return describe_type(arguments[0], arguments[1:])
     if origin is Literal:
         return _join(arguments)
     if origin in (typing.Union, types.UnionType):
-        return " or ".join(
-            describe_type(argument) for argument in arguments if argument is not type(None)
-        )
+        members = [argument for argument in arguments if argument is not type(None)]
+        return " or ".join(map(describe_type, members))
     if origin is tuple:
-        length = "" if arguments[-1] is Ellipsis else f" {len(arguments)}"
-        return f"list of{length}: {describe_type(arguments[0])}"
+        content = describe_type(arguments[0])
+        if arguments[-1] is Ellipsis:
+            return f"list of: {content}"
+        return f"list of {len(arguments)}: {content}"
     if origin is dict:
-        names = typing.get_args(arguments[0])
-        return f"mapping of {_join(names)}" if names else "mapping"
+        if names := typing.get_args(arguments[0]):
+            return f"mapping of {_join(names)}"
+        return "mapping"
     return _TYPES[annotation]
 
 

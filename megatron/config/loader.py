@@ -4,13 +4,13 @@ validated.
 `load_config` reads files, `Config.from_flat` takes a mapping; both end in `build`:
 
     merge      one value per key; `-` and `_` are the same, aliases are resolved, a later file
-    overrides an earlier one,
-               --set overrides files; nested mappings are merged key by key
+               overrides an earlier one, --set overrides files; nested mappings are merged by key
     expand     `~` and `$NAME` in paths
     fill in    placeholders such as `"save": "runs/{pos-emb}/{seed}"`
-    assign     each value to its field; unsupported and unknown keys are errors, ignored keys give a
-    notice validate   the types in each section (pydantic), combinations of its keys, then of keys
-    of several sections
+    assign     each value to its field; unsupported and unknown keys are errors, ignored keys give
+               a notice
+    validate   the types in each section (pydantic), combinations of its keys, then of keys of
+               several sections
 
 All problems are collected and reported together.
 """
@@ -104,10 +104,13 @@ def load_config(
 
     Raises UserError, whose message lists all problems, each with file, line and key.
     """
+    # A file that is given twice would override itself.
     files = [find_file(path, config_dir) for path in paths]
     for file in files:
         if files.count(file) > 1:
             raise UserError(f"{file} is given twice; remove one of them")
+
+    # Overrides come after the files.
     changes = [YamlEntry(key, value, SET_OPTION) for key, value in map(parse_override, overrides)]
     config = build((entry for file in files for entry in read_file(file)), changes, strict=strict)
     packaged = [str(file.relative_to(PACKAGED)) for file in files if file.is_relative_to(PACKAGED)]
@@ -132,11 +135,14 @@ def build(
 
     strict: a key in two files is an error. Raises UserError.
     """
+    # One value per key and field.
     messages = Messages()
     keys = merge(entries, overrides, strict, messages)
     _expand_paths(keys, messages)
     _fill_placeholders(keys, messages)
     values = _assign(keys, messages)
+
+    # The sections, and combinations of their keys.
     sections: dict[str, Any] = {}
     for name, model in SECTIONS.items():
         try:
@@ -150,15 +156,12 @@ def build(
         config._flat.update({name: copy.deepcopy(entry.value) for name, entry in keys.items()})
         messages.problems += validate(config)
     if config is None or messages.problems:
-        count = len(messages.problems)
-        heading = [f"{count} problems in the configuration:"] if count > 1 else []
-        raise UserError("\n  ".join([*heading, *messages.problems]))
+        lines = messages.problems
+        if len(lines) > 1:
+            lines = [f"{len(lines)} problems in the configuration:", *lines]
+        raise UserError("\n  ".join(lines))
     config._notices = (*messages.notices, *warnings_for(config))
     return config
-
-
-# -- paths and placeholders
-# -------------------------------------------------------------------------------------------
 
 
 def _expand_paths(keys: MergedKeys, messages: Messages) -> None:
@@ -169,7 +172,9 @@ def _expand_paths(keys: MergedKeys, messages: Messages) -> None:
     def expand(value: Any) -> Any:
         if isinstance(value, list | tuple):
             return [expand(item) for item in value]
-        return expanded_path(value) if isinstance(value, str) else value
+        if isinstance(value, str):
+            return expanded_path(value)
+        return value
 
     for path, (section, name) in FIELDS.items():
         entry = keys.get(path[0])
@@ -193,13 +198,18 @@ def _fill_placeholders(keys: MergedKeys, messages: Messages) -> None:
                 f"{where}: {match[0]} is not a key with a single value, such as {{pos-emb}} or "
                 f"{{seed}}"
             )
+
+        # The value that is set, or else the default.
         section, name = FIELDS[path]
-        field = SECTIONS[section].model_fields[name]
-        value: Any = keys[path[0]].value if path[0] in keys else None
+        field, value = SECTIONS[section].model_fields[name], None
+        if path[0] in keys:
+            value = keys[path[0]].value
         if value is None:
             value = field.default
         if is_integer(field):
             value = integral(value)
+
+        # It must be part of a file name.
         if value is None or value is PydanticUndefined:
             raise UserError(f"{where}: {match[0]} has no value; set {match[1]}")
         if isinstance(value, bool) or not isinstance(value, str | int | float) or "{" in str(value):
@@ -209,22 +219,18 @@ def _fill_placeholders(keys: MergedKeys, messages: Messages) -> None:
             )
         return str(value)
 
+    # Only some fields have placeholders; braces in others are text.
     for path, (section, name) in FIELDS.items():
         entry = keys.get(path[0])
         if entry is None or not isinstance(entry.value, str):
             continue
         if has_placeholders(SECTIONS[section].model_fields[name]):
+            replace = partial(lookup, where=_where(path, keys))
             try:
-                text = re.sub(
-                    r"\{([^{}]*)\}", partial(lookup, where=_where(path, keys)), entry.value
-                )
+                text = re.sub(r"\{([^{}]*)\}", replace, entry.value)
                 keys[path[0]] = dataclasses.replace(entry, value=text)
             except UserError as error:
                 messages.problems.append(str(error))
-
-
-# -- assigning to fields
-# ----------------------------------------------------------------------------------------------
 
 
 def _assign(keys: MergedKeys, messages: Messages) -> dict[str, dict[str, Any]]:
@@ -248,11 +254,10 @@ def _assign(keys: MergedKeys, messages: Messages) -> dict[str, dict[str, Any]]:
                 for key, child in value.items():
                     place((*path, str(key)), child)
             elif value is not None:
-                text = (
-                    f"must be a mapping of {', '.join(_children(path))}, not "
+                messages.problems.append(
+                    f"{_where(path, keys)} must be a mapping of {', '.join(_children(path))}, not "
                     f"{shortened(repr(value))}"
                 )
-                messages.problems.append(f"{_where(path, keys)} {text}")
         elif dotted in checks.KNOWN_KEYS:
             reason = checks.unsupported_reason(dotted, value, flat)
             if reason is not None:
@@ -283,13 +288,11 @@ def _where(path: KeyPath, keys: MergedKeys) -> str:
 
 def _children(path: KeyPath) -> list[str]:
     """Names of the supported keys inside the mapping at this path."""
-    depth = len(path)
-    names = {
-        known[depth]
-        for known in (*FIELDS, *MAPPINGS, *ALIASES)
-        if known[:depth] == path and len(known) > depth
-    }
-    return sorted((names - {WILDCARD}) | _allowed_rest((*path, WILDCARD)))
+    depth, names = len(path), _allowed_rest((*path, WILDCARD))
+    for known in (*FIELDS, *MAPPINGS, *ALIASES):
+        if known[:depth] == path and len(known) > depth:
+            names.add(known[depth])
+    return sorted(names - {WILDCARD})
 
 
 def _allowed_rest(path: KeyPath) -> set[str]:
@@ -303,29 +306,29 @@ def _allowed_rest(path: KeyPath) -> set[str]:
 
 
 def _describe_unknown_key(path: KeyPath, keys: MergedKeys) -> str:
-    reason = checks.ELSEWHERE.get(path[0]) if len(path) == 1 else None
-    if reason is not None:
-        return f"{_where(path, keys)} is not supported: {reason}"
+    if len(path) == 1 and path[0] in checks.ELSEWHERE:
+        return f"{_where(path, keys)} is not supported: {checks.ELSEWHERE[path[0]]}"
+
     # Suggest supported keys of the same mapping or nested in it (optimizer.params.betas for betas).
     # If none is similar, suggest other keys of GPT-NeoX.
     supported = {name: (*path[:-1], name) for name in _children(path[:-1])}
     for known in FIELDS:
         if known[: len(path) - 1] == path[:-1] and known[-1] != WILDCARD:
             supported.setdefault(known[-1], known)
-    unsupported = {
-        known[-1]: known for known in (tuple(key.split(".")) for key in checks.KNOWN_KEYS)
-    }
+    unsupported: dict[str, KeyPath] = {}
+    for key in checks.KNOWN_KEYS:
+        known = tuple(key.split("."))
+        unsupported[known[-1]] = known
+
+    # The first of the two with similar names; without any, the most similar supported one.
+    wanted = path[-1].replace("-", "_")
     for candidates in (supported, unsupported):
-        names = difflib.get_close_matches(
-            path[-1].replace("-", "_"), candidates, n=_MAX_SUGGESTIONS, cutoff=0.6
-        )
+        names = difflib.get_close_matches(wanted, candidates, n=_MAX_SUGGESTIONS, cutoff=0.6)
         if names:
             break
     else:
-        candidates, names = (
-            supported,
-            difflib.get_close_matches(path[-1], supported, n=1, cutoff=0.0),
-        )
+        candidates = supported
+        names = difflib.get_close_matches(path[-1], supported, n=1, cutoff=0.0)
     nearest = ", ".join(".".join(candidates[name]) for name in names)
     return (
         f"{_where(path, keys)} is not a known key; nearest: {nearest} (all keys: "
@@ -353,10 +356,9 @@ def _describe_problem(problem: ErrorDetails, section: str, keys: MergedKeys) -> 
     field, *inside = problem["loc"]
     path = _path_of(problem, section)
     if problem["type"] == "missing" and not inside:
-        sources = (
-            ", ".join(dict.fromkeys(entry.source for entry in keys.values())) or "configuration"
-        )
+        sources = ", ".join(dict.fromkeys(entry.source for entry in keys.values()))
         description = SECTIONS[section].model_fields[str(field)].description
-        return f'{sources}: key "{".".join(path)}" is missing: {description}'
+        place = sources or "configuration"
+        return f'{place}: key "{".".join(path)}" is missing: {description}'
     path = (*path, *(str(part) for part in inside if part != "[key]"))
     return f"{_where(path, keys)}: {problem_text(problem)}, not {shortened(repr(problem['input']))}"

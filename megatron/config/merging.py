@@ -70,7 +70,9 @@ def _file_layer(entries: Iterable[YamlEntry], messages: Messages) -> MergedKeys:
     for entry in entries:
         _check_values(entry)
         # A dot denotes a nested key only on the command line. In a file, it makes the key unknown.
-        name = entry.key if "." in entry.key else canonical_path(entry.key)[0]
+        name = entry.key
+        if "." not in name:
+            name = canonical_path(name)[0]
         add(name, dataclasses.replace(entry, value=copy.deepcopy(entry.value)))
     for name, entry in list(_pop_nested_aliases(layer)):
         add(name, entry)
@@ -90,12 +92,17 @@ def _override_layer(
         path = canonical_path(entry.key)
         for existing in (keys, layer):
             _check_parents(existing, path, entry.key)
+
+        # A nested key is a mapping with one key.
         value = copy.deepcopy(entry.value)
         for part in reversed(path[1:]):
             value = {part: value}
-        name = entry.key if len(path) == 1 else path[0]
+        name = path[0]
+        if len(path) == 1:
+            name = entry.key
         addition = {path[0]: dataclasses.replace(entry, key=name, value=value)}
         addition |= dict(_pop_nested_aliases(addition))
+
         # After a reset, later overrides of parts of the mapping must not be merged with the files.
         if entry.value is None and path[0] in keys:
             changes += _add_layer(keys, copy.deepcopy(addition))
@@ -131,9 +138,10 @@ class _Change:
         return _duplicate(self.entry.place, self.key, self.old_place, self.old_key)
 
     def __str__(self) -> str:
-        line = "" if self.entry.line is None else f" (line {self.entry.line})"
-        new = self.reason or f"now {shortened(repr(self.new))}"
-        return f'"{self.key}"{line}: {new}, before {shortened(repr(self.old))} at {self.old_place}'
+        key, new = f'"{self.key}"', self.reason or f"now {shortened(repr(self.new))}"
+        if self.entry.line is not None:
+            key += f" (line {self.entry.line})"
+        return f"{key}: {new}, before {shortened(repr(self.old))} at {self.old_place}"
 
 
 def _duplicate(place: str, key: str, first_place: str, first_key: str) -> str:
@@ -150,6 +158,7 @@ def _add_layer(keys: MergedKeys, layer: MergedKeys) -> list[_Change]:
         if not _same_type(old, new.value):
             _drop(keys, ("pos_emb_options",), f"dropped with pos_emb {old}", new, changes)
 
+    # Mappings are merged, other values replaced.
     for name, entry in layer.items():
         if name not in keys:
             keys[name] = entry
@@ -174,19 +183,17 @@ def _merge_mapping(
     changes: list[_Change],
 ) -> None:
     """Merge the mapping `added` of `entry` into `values`, which is at `path` of `keys`."""
+    # Parameters of another optimizer or schedule. The rest of --set may contain its type.
     for kind, parameters in _PARAMETERS.items():
+        if kind not in added or parameters not in values:
+            continue
         old = values.get(kind)
-        if (
-            old is None and entry.source != keys[path[0]].source
-        ):  # the rest of --set may contain the type
+        if old is None and entry.source != keys[path[0]].source:
             old = _default((*path, kind))
-        if (
-            kind in added
-            and parameters in values
-            and not (old is None or _same_type(old, added[kind]))
-        ):
+        if old is not None and not _same_type(old, added[kind]):
             _drop(keys, (*path, parameters), f"dropped with {kind} {old}", entry, changes)
 
+    # Each value, with the place that it comes from.
     for name, value in added.items():
         inside = (*path, name)
         if name in values and isinstance(values[name], dict) and isinstance(value, dict):
@@ -201,9 +208,8 @@ def _merge_mapping(
             )
             _drop_aliases(keys, inside, "", entry, changes)
         values[name] = value
-        keys[path[0]] = dataclasses.replace(
-            first, places={**first.places, inside: entry.place_of(inside)}
-        )
+        places = {**first.places, inside: entry.place_of(inside)}
+        keys[path[0]] = dataclasses.replace(first, places=places)
 
 
 def _drop(
@@ -212,23 +218,29 @@ def _drop(
     """Remove a mapping from `keys`, because `entry` does not belong to it. Each of its parameters
     is a change.
     """
+    # The mapping that contains it.
     first = keys[path[0]]
     parent: Any = {name: each.value for name, each in keys.items()}
     for part in path[:-1]:
         parent = parent[part]
-    dropped = parent[path[-1]]
-    for name, value in dropped.items() if isinstance(dropped, dict) else ():
-        inside = (*path, name)
-        key = ".".join((first.key, *inside[1:]))
-        changes.append(_Change(key, value, key, first.place_of(inside), None, entry, reason))
 
+    # Its parameters, with the keys as they were written.
+    dropped = parent[path[-1]]
+    if isinstance(dropped, dict):
+        for name, value in dropped.items():
+            inside = (*path, name)
+            key = ".".join((first.key, *inside[1:]))
+            changes.append(_Change(key, value, key, first.place_of(inside), None, entry, reason))
+
+    # Without it, there are no places of its parameters either.
     if len(path) == 1:
         del keys[path[0]]
     else:
         del parent[path[-1]]
-        places = {
-            inside: place for inside, place in first.places.items() if inside[: len(path)] != path
-        }
+        places = dict(first.places)
+        for inside in first.places:
+            if inside[: len(path)] == path:
+                del places[inside]
         keys[path[0]] = dataclasses.replace(first, places=places)
     _drop_aliases(keys, path, reason, entry, changes)
 
@@ -265,9 +277,7 @@ def _same_type(one: Any, other: Any) -> bool:
 
 
 def _check_values(entry: YamlEntry) -> None:
-    """Raises UserError if a value looks like a secret, or is a number or text that no
-    key accepts.
-    """
+    """Raises UserError if a value looks like a secret, or is one that no key accepts."""
     stack: list[tuple[tuple[str, ...], Any]] = [((entry.key,), entry.value)]
     while stack:
         path, value = stack.pop()
@@ -282,9 +292,8 @@ def _check_values(entry: YamlEntry) -> None:
             problem = f"is {value}; numbers must be finite"
         elif isinstance(value, str) and "\0" in value and path[-1] != "prompt_end":
             problem = "contains a null byte; remove it"
-        if (value and is_secret_name(path[-1])) or (
-            isinstance(value, str) and contains_secret(value)
-        ):
+        has_secret = isinstance(value, str) and contains_secret(value)
+        if has_secret or (value and is_secret_name(path[-1])):
             problem = (
                 "looks like a secret, and the configuration is copied into checkpoints, logs and "
                 "command lines; remove it (for Weights & Biases, set the environment variable "
@@ -304,9 +313,8 @@ def _pop_nested_aliases(keys: MergedKeys) -> Iterator[tuple[str, YamlEntry]]:
         entry = keys[alias[0]]
         parent: Any = entry.value
         for part in alias[1:-1]:
-            parent = parent.get(part) if isinstance(parent, dict) else None
+            if isinstance(parent, dict):
+                parent = parent.get(part)
         if isinstance(parent, dict) and alias[-1] in parent:
-            yield (
-                path[0],
-                dataclasses.replace(entry, key=".".join(alias), value=parent.pop(alias[-1])),
-            )
+            value = parent.pop(alias[-1])
+            yield path[0], dataclasses.replace(entry, key=".".join(alias), value=value)

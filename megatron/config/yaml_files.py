@@ -49,7 +49,9 @@ class YamlEntry:
     @property
     def place(self) -> str:
         """`FILE:LINE`, or only the source if there is no line."""
-        return self.source if self.line is None else f"{self.source}:{self.line}"
+        if self.line is None:
+            return self.source
+        return f"{self.source}:{self.line}"
 
     def place_of(self, path: tuple[str, ...]) -> str:
         """The place of the value at a path, which begins with the canonical name of this key."""
@@ -80,27 +82,29 @@ class _Loader(yaml.SafeLoader):
         (https://yaml.org/type/merge.html). PyYAML does this while it constructs values, but its
         releases differ in which value wins.
         """
+        # The mapping's own pairs, and those of its merge keys.
         node = super().compose_mapping_node(anchor)
         own: dict[str, tuple[yaml.Node, yaml.Node]] = {}
         merged: dict[str, tuple[yaml.Node, yaml.Node]] = {}
         for key, value in node.value:
             line = key.start_mark.line + 1
             if not isinstance(key, yaml.ScalarNode) or key.tag not in (_STRING_TAG, _MERGE_TAG):
-                text = (
-                    shortened(key.value)
-                    if isinstance(key, yaml.ScalarNode)
-                    else "(a list or mapping)"
-                )
+                text = "(a list or mapping)"
+                if isinstance(key, yaml.ScalarNode):
+                    text = shortened(key.value)
                 raise _YamlProblem(line, f"key {text} is not a string; put it in quotes")
             if key.value in own:
-                first = own[key.value][0].start_mark.line + 1
-                text = (
-                    f"key {shortened(repr(key.value))} appears twice, in lines {first} and {line}"
+                first, _ = own[key.value]
+                raise _YamlProblem(
+                    line,
+                    f"key {shortened(repr(key.value))} appears twice, in lines "
+                    f"{first.start_mark.line + 1} and {line}; remove one of them",
                 )
-                raise _YamlProblem(line, f"{text}; remove one of them")
             own[key.value] = (key, value)
             if key.tag == _MERGE_TAG:
-                mappings = value.value if isinstance(value, yaml.SequenceNode) else [value]
+                mappings = [value]
+                if isinstance(value, yaml.SequenceNode):
+                    mappings = value.value
                 if not all(isinstance(mapping, yaml.MappingNode) for mapping in mappings):
                     raise _YamlProblem(
                         line, f"{key.value} needs a mapping or a list of mappings, such as *anchor"
@@ -118,18 +122,17 @@ class _Loader(yaml.SafeLoader):
     def construct_decimal(self, node: yaml.ScalarNode) -> int:
         """Decimal, with leading zeros too, unless it starts with 0x or 0b."""
         text = str(self.construct_scalar(node)).replace("_", "").lower()
-        return int(text, 0 if text.lstrip("+-").startswith(("0x", "0b")) else 10)
+        if text.lstrip("+-").startswith(("0x", "0b")):
+            return int(text, 0)
+        return int(text, 10)
 
 
 # Numbers without octal and sexagesimal ones. Dates remain strings: no key has a date as its value,
 # and JSON has none.
+_REPLACED = {f"{_STANDARD_TAG}{name}" for name in ("int", "float", "timestamp")}
 _Loader.yaml_implicit_resolvers = {}
 for _character, _resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items():
-    _kept = [
-        each
-        for each in _resolvers
-        if each[0].removeprefix(_STANDARD_TAG) not in ("int", "float", "timestamp")
-    ]
+    _kept = [(tag, pattern) for tag, pattern in _resolvers if tag not in _REPLACED]
     _Loader.yaml_implicit_resolvers[_character] = _kept
 for _name, _pattern in {
     "int": r"[-+]?(\d[\d_]*|0x[\da-fA-F_]+|0b[01_]+)$",
@@ -148,9 +151,8 @@ def _check_nodes(root: yaml.Node) -> None:
 
     Every node is visited once, however many aliases refer to it.
     """
-    visited: dict[
-        int, tuple[int, int] | None
-    ] = {}  # by id: size and depth; None while the node is visited
+    # By id: size and depth; None while the node is visited.
+    visited: dict[int, tuple[int, int] | None] = {}
 
     def visit(node: yaml.Node) -> tuple[int, int]:
         line = node.start_mark.line + 1
@@ -161,13 +163,10 @@ def _check_nodes(root: yaml.Node) -> None:
                     line, "an alias refers to a value that contains it; write the value out"
                 )
             return known
-        if (
-            node.tag.startswith(_STANDARD_TAG)
-            and node.tag.removeprefix(_STANDARD_TAG) not in _TYPES
-        ):
-            tag = node.tag.replace(_STANDARD_TAG, "!!")
+        kind = node.tag.removeprefix(_STANDARD_TAG)
+        if kind != node.tag and kind not in _TYPES:
             raise _YamlProblem(
-                line, f"{tag} is a type that no key has; write a list, mapping, string or number"
+                line, f"!!{kind} is a type that no key has; write a list, mapping, string or number"
             )
         visited[id(node)] = None
 
@@ -205,12 +204,15 @@ def find_file(name: str | Path, config_dir: str | Path | None = None) -> Path:
     Raises UserError, which suggests files of similar names, if it does not exist.
     """
     name = expanded_path(str(name))
-    folder = expanded_path(str(config_dir)) if config_dir else ""
-    path = Path(folder or ".") / name
-    paths = [path] if folder else [path, PACKAGED / name]
+    path = Path(name)
+    paths = [path, PACKAGED / name]
+    if config_dir and (folder := expanded_path(str(config_dir))):
+        path = Path(folder) / name
+        paths = [path]
     try:
         for place in paths:
-            for candidate in (place, *(place.with_name(place.name + ending) for ending in ENDINGS)):
+            for ending in ("", *ENDINGS):
+                candidate = place.with_name(place.name + ending)
                 if candidate.is_file():
                     return candidate
         if path.exists():
@@ -218,21 +220,22 @@ def find_file(name: str | Path, config_dir: str | Path | None = None) -> Path:
         folders = list(dict.fromkeys(place.parent for place in paths if place.parent.is_dir()))
         if not folders:
             raise UserError(f"{path}: no such file, and no folder {path.parent}")
-        names = sorted(
-            {file.name for folder in folders for file in folder.iterdir() if file.suffix in ENDINGS}
-        )
+        names: set[str] = set()
+        for place in folders:
+            names.update(file.name for file in place.iterdir() if file.suffix in ENDINGS)
     except (OSError, ValueError) as error:  # a name that is too long or empty
-        raise UserError(
-            f"{shortened(str(path))}: {getattr(error, 'strerror', None) or error}"
-        ) from error
-    name_with_ending = path.name if path.suffix in ENDINGS else path.name + ENDINGS[0]
-    nearest = difflib.get_close_matches(name_with_ending, names, n=3)
-    searched = " and ".join(str(folder.resolve()) for folder in folders)
-    hint = (
-        f"nearest: {', '.join(nearest)}"
-        if nearest
-        else f"searched {searched}, which have {len(names)} YAML files"
-    )
+        problem = getattr(error, "strerror", None) or error
+        raise UserError(f"{shortened(str(path))}: {problem}") from error
+
+    # Files of similar names.
+    wanted = path.name
+    if path.suffix not in ENDINGS:
+        wanted += ENDINGS[0]
+    if nearest := difflib.get_close_matches(wanted, sorted(names), n=3):
+        hint = f"nearest: {', '.join(nearest)}"
+    else:
+        searched = " and ".join(str(place.resolve()) for place in folders)
+        hint = f"searched {searched}, which have {len(names)} YAML files"
     raise UserError(f"{path}: no such file; {hint}")
 
 
@@ -261,14 +264,14 @@ def parse(text: str, source: str) -> list[YamlEntry]:
     try:
         node, values = _load(text)
     except _YamlProblem as error:
-        line = "" if error.line is None else f":{error.line}"
-        raise UserError(f"{source}{line}: {error}") from error
+        place = source
+        if error.line is not None:
+            place = f"{source}:{error.line}"
+        raise UserError(f"{place}: {error}") from error
     if not isinstance(node, yaml.MappingNode):
-        content = (
-            "is empty"
-            if node is None
-            else f"contains a {type(node).__name__.removesuffix('Node').lower()}"
-        )
+        content = "is empty"
+        if node is not None:
+            content = f"contains a {type(node).__name__.removesuffix('Node').lower()}"
         raise UserError(
             f'{source}: {content}; expected one mapping of keys to values: {{"key": value, ...}}'
         )
@@ -304,13 +307,13 @@ def _load(text: str) -> tuple[yaml.Node | None, Any]:
         mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
         parts = (getattr(error, "context", None), getattr(error, "problem", None))
         problem = " ".join(str(part) for part in parts if part) or " ".join(str(error).split())
-        hint = (
-            " (check for a missing comma or bracket before this line, or a tab in the indentation)"
-            if mark
-            else ""
-        )
-        raise _YamlProblem(
-            mark.line + 1 if mark else None, f"not YAML: {shortened(problem, 500)}{hint}"
-        ) from error
+        line, text = None, f"not YAML: {shortened(problem, 500)}"
+        if mark:
+            line = mark.line + 1
+            text += (
+                " (check for a missing comma or bracket before this line, or a tab in the "
+                "indentation)"
+            )
+        raise _YamlProblem(line, text) from error
     except (ValueError, LookupError, RecursionError) as error:  # an explicit tag, such as !!int abc
         raise _YamlProblem(None, f"not YAML: {first_line(error)}") from error

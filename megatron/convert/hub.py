@@ -49,17 +49,17 @@ def local_checkpoint(
         UserError: the model does not exist, needs a login, or cannot be downloaded.
         CheckpointError: it cannot be converted (see `from_hugging_face`).
     """
+    # Where the model is, and a name that changes with it.
     if str(checkpoint).startswith(PREFIX):
-        snapshot = download(str(checkpoint))
-        repository, version = (
-            snapshot.parent.parent.name,
-            snapshot.name,
-        )  # models--ORG--NAME/snapshots/COMMIT
+        snapshot = download(str(checkpoint))  # models--ORG--NAME/snapshots/COMMIT
+        repository, version = snapshot.parent.parent.name, snapshot.name
     elif os.path.isfile(Path(checkpoint) / "config.json") and not looks_like_checkpoint(checkpoint):
         snapshot = Path(checkpoint).resolve()
         repository, version = f"folder--{snapshot.name}", _version(snapshot)
     else:
         return Path(checkpoint)
+
+    # Several ranks, or several evaluations, may convert it at the same time.
     output = Path(constants.HF_HOME) / "kerple" / __version__ / repository / version
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
@@ -68,11 +68,13 @@ def local_checkpoint(
             f"{output.parent}: cannot be created ({error.strerror}); set HF_HOME to a writable "
             "folder"
         ) from error
-    with FileLock(f"{output}.lock"):  # several ranks, or several evaluations
+    with FileLock(f"{output}.lock"):
         if not has_checkpoint(output):
             has_tokenizer = any((snapshot / name).exists() for name in TOKENIZERS)
-            without = "" if has_tokenizer else ", without a tokenizer because there is none"
-            report(f"converting {checkpoint} ({version[:8]}) to {output}{without}")
+            message = f"converting {checkpoint} ({version[:8]}) to {output}"
+            if not has_tokenizer:
+                message += ", without a tokenizer because there is none"
+            report(message)
             from_hugging_face(
                 snapshot,
                 output,
@@ -84,11 +86,12 @@ def local_checkpoint(
 
 
 def _version(folder: Path) -> str:
-    """40 hexadecimal digits that change with the path of the folder and the sizes and times of its
-    files.
-    """
-    files = sorted((path.name, path.stat()) for path in folder.iterdir() if path.is_file())
-    content = [str(folder), *((name, status.st_size, status.st_mtime_ns) for name, status in files)]
+    """40 hexadecimal digits of the path of a folder and the sizes and times of its files."""
+    content: list[object] = [str(folder)]
+    for path in sorted(folder.iterdir()):
+        if path.is_file():
+            status = path.stat()
+            content.append((path.name, status.st_size, status.st_mtime_ns))
     return hashlib.sha256(repr(content).encode("utf-8", "surrogateescape")).hexdigest()[:40]
 
 
@@ -98,18 +101,15 @@ def download(checkpoint: str) -> Path:
     """
     name, _, revision = checkpoint.removeprefix(PREFIX).partition("@")
     try:
-        folder = Path(
-            huggingface_hub.snapshot_download(
-                name, revision=revision or None, allow_patterns=list(PATTERNS)
-            )
+        snapshot = huggingface_hub.snapshot_download(
+            name, revision=revision or None, allow_patterns=list(PATTERNS)
         )
-    except (
-        Exception
-    ) as error:  # the library raises errors of requests, httpx, the file system, and its own
+    except Exception as error:  # of requests, httpx, the file system, or the library's own
         raise UserError(
             f"{checkpoint}: cannot be downloaded: {first_line(error)}; check the name, the network "
             "connection, and for a gated model the login (hf auth login)"
         ) from error
+    folder = Path(snapshot)
     if not any(folder.glob("*.safetensors")):
         raise UserError(
             f"{checkpoint}: has no model.safetensors; pickled weights are not downloaded (download "

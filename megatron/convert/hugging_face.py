@@ -8,6 +8,7 @@ models written by this module, can be read.
 
 import shutil
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -109,16 +110,17 @@ def to_hugging_face(
     # A class of transformers, or the model's own code.
     import_transformers()
     padded_vocab_size, stock = model.settings.padded_vocab_size, stock_type(config)
-    mode = FULL_MODE if inference_mode is None else mode_of(inference_mode, model, config)
+    mode = FULL_MODE
+    if inference_mode is not None:
+        mode = mode_of(inference_mode, model, config)
     if stock is not None and mode != FULL_MODE:
         report(
             f"{output}: transformers' {stock} has no inference modes, so the model is exported "
             "with its own code"
         )
         stock = None
-    if stock is None and any(
-        method.length_dependent for method in model.positional_methods().values()
-    ):
+    methods = model.positional_methods().values()
+    if stock is None and any(method.length_dependent for method in methods):
         raise CheckpointError(
             "pos_emb rotary with scaling dynamic: transformers has no model with this structure, "
             "and the exported code cannot cache keys whose angles depend on the length; export the "
@@ -130,11 +132,19 @@ def to_hugging_face(
             "the written model"
         )
     with new_folder(output) as folder:
+        # config.json, and the model's own code.
+        architecture = None
         if stock is not None:
             values = stock_config(config.model, padded_vocab_size, stock)
+            architecture = values["architectures"][0]
+            kind = architecture
         else:
             values = self_contained_config(config.model, padded_vocab_size)
-            values["inference_mode"] = None if mode == FULL_MODE else mode.name
+            values["inference_mode"] = None
+            kind = f"self-contained model ({config.model.pos_emb})"
+            if mode != FULL_MODE:
+                values["inference_mode"] = mode.name
+                kind += f", inference mode {mode.name}"
             values["auto_map"] = write_self_contained_files(
                 folder, config.model.pos_emb, config.model.positional_options
             )
@@ -151,28 +161,22 @@ def to_hugging_face(
         else:
             values.update(dict.fromkeys(SPECIAL_IDS))
         write_json(folder / "config.json", values)
+
+        # Weights.
         tensors = hugging_face_tensors(model, dtype, stock or "kerple")
         save_file(tensors, folder / SAFETENSORS, metadata={"format": "pt"})
         # safetensors writes files that only their owner can read, whatever the umask.
         shutil.copymode(folder / "config.json", folder / SAFETENSORS)
-        architecture = values["architectures"][0] if stock else None
+
+        # The description, and a comparison of the written model with this one.
         card = model_card(
             model, config, architecture=architecture, tokenizer=tokenizer, mode=mode.name
         )
         (folder / "README.md").write_text(card, encoding="utf-8")
 
-        written = load_written(folder).float()
-        kind = architecture or f"self-contained model ({config.model.pos_emb})"
-        kind += "" if mode == FULL_MODE else f", inference mode {mode.name}"
-        compare(
-            rounded(model, dtype),
-            written,
-            stock is not None,
-            config,
-            f"{output}: {kind}",
-            report,
-            mode,
-        )
+        written, source = load_written(folder).float(), rounded(model, dtype)
+        is_stock, name = stock is not None, f"{output}: {kind}"
+        compare(source, written, is_stock, config, name, report, mode)
 
 
 def mode_of(name: str, model: GPT, config: Config) -> Mode:
@@ -300,11 +304,9 @@ def compare(
         return expected
 
     vocabulary = ours.settings.padded_vocab_size
-    source = (
-        with_float32_angles(ours, theirs.base_model.rotary_emb.original_inv_freq)
-        if stock
-        else in_mode
-    )
+    source: Callable[[Tensor], Tensor] = in_mode
+    if stock:
+        source = with_float32_angles(ours, theirs.base_model.rotary_emb.original_inv_freq)
     check_same_logits(source, logits, vocabulary, config, name, report)
     if stock:
         longest = compared_lengths(config)[-1]
@@ -329,19 +331,17 @@ def load_reference(theirs: dict[str, Any], tensors: dict[str, Tensor]) -> Any:
     """transformers' own float32 model, built from a config.json and tensors."""
     transformers = import_transformers()
     # Other keys make transformers quantize, download kernels, or fail with errors of its own.
-    theirs = {name: value for name, value in theirs.items() if name in KNOWN_KEYS}
-    theirs = {
-        name: value
-        for name, value in theirs.items()
-        if value is not None or name == "sliding_window"
-    }
-    model_type = theirs.pop("model_type")
+    keys: dict[str, Any] = {}
+    for name, value in theirs.items():
+        if name in KNOWN_KEYS and (value is not None or name == "sliding_window"):
+            keys[name] = value
+    model_type = keys.pop("model_type")
 
     # A class of transformers.
     if model_type != "kerple":
         architecture = llama.ARCHITECTURES.get(model_type, "GPTNeoXForCausalLM")
         try:
-            config = transformers.AutoConfig.for_model(model_type, **theirs)
+            config = transformers.AutoConfig.for_model(model_type, **keys)
             model_class = getattr(transformers, architecture)
             model = model_class.from_pretrained(
                 None, config=config, state_dict=tensors, dtype=torch.float32
@@ -355,10 +355,10 @@ def load_reference(theirs: dict[str, Any], tensors: dict[str, Tensor]) -> Any:
     # Load this project's modeling files as a package of another name.
     with tempfile.TemporaryDirectory() as folder:
         write_self_contained_files(
-            Path(folder), theirs["positional_method"], theirs.get("positional_options") or {}
+            Path(folder), keys["positional_method"], keys.get("positional_options") or {}
         )
         with modeling_file(Path(folder)) as module:
-            config = module.KerpleConfig(**theirs)
+            config = module.KerpleConfig(**keys)
             model_class = module.KerpleForCausalLM
             model = model_class.from_pretrained(
                 None, config=config, state_dict=tensors, dtype=torch.float32

@@ -142,26 +142,30 @@ def stock_type(config: Config) -> str | None:
         and model.head_size * model.num_attention_heads == model.hidden_size
         and model.window is None
     )
-    return "gpt_neox" if is_neox else llama.family_of(config)
+    if is_neox:
+        return "gpt_neox"
+    return llama.family_of(config)
 
 
 def stock_config(model: ModelConfig, padded_vocab_size: int, model_type: str) -> dict[str, Any]:
     """config.json of transformers' own model, with the rotary keys of both transformers 5 and 4."""
+    # Scaling of the positions.
     options = model.positional_options
     rotary = {"rotary_pct": options["fraction"], "rotary_emb_base": options["base"]}
     scaling = options.get("scaling")
     rope: dict[str, Any] = {"rope_type": "default"}
     if scaling is not None:
-        values = {
-            name: options[name] for name in SCALINGS[scaling] if options.get(name) is not None
-        }
-        values = {**REQUIRED.get(scaling, {}), **values}
+        values = dict(REQUIRED.get(scaling, {}))
+        for name in SCALINGS[scaling]:
+            if options.get(name) is not None:
+                values[name] = options[name]
         if "trained_length" in SCALINGS[scaling]:
             values.setdefault("trained_length", model.max_position_embeddings)
-        rope = {
-            "rope_type": scaling,
-            **{RENAMED.get(name, name): value for name, value in values.items()},
-        }
+        rope = {"rope_type": scaling}
+        for name, value in values.items():
+            rope[RENAMED.get(name, name)] = value
+
+    # Keys of the family.
     if model_type == "gpt_neox":
         names, own = ROTARY, _common_config(model, padded_vocab_size)
         own |= {"architectures": ["GPTNeoXForCausalLM"], "model_type": "gpt_neox"}
@@ -176,15 +180,15 @@ def stock_config(model: ModelConfig, padded_vocab_size: int, model_type: str) ->
         own["max_position_embeddings"] = (
             options.get("trained_length") or model.max_position_embeddings
         )
-    return {
-        **own,
-        "rope_scaling": rope if scaling is not None else None,
-        "rope_parameters": {
-            **rope,
-            **{inside: rotary[ours] for ours, (inside, _, _) in names.items()},
-        },
-        **{top: rotary[ours] for ours, (_, top, _) in names.items()},
-    }
+
+    # The rotary keys of transformers 5 are in rope_parameters, those of transformers 4 beside it.
+    own["rope_scaling"] = None
+    if scaling is not None:
+        own["rope_scaling"] = dict(rope)
+    own["rope_parameters"] = rope
+    for ours, (inside, top, _) in names.items():
+        rope[inside] = own[top] = rotary[ours]
+    return own
 
 
 def self_contained_config(model: ModelConfig, padded_vocab_size: int) -> dict[str, Any]:
@@ -259,15 +263,15 @@ def config_from(theirs: Mapping[str, Any], source: str) -> dict[str, Any]:
             "intermediate_size": theirs.get("intermediate_size", 24576),
         }
     else:
-        norm = theirs["norm"]
+        epsilon_key = "rms_norm_epsilon"
+        if theirs["norm"] == "layernorm":
+            epsilon_key = "layernorm_epsilon"
         own = {
             "pos_emb": theirs["positional_method"],
             "pos_emb_options": theirs.get("positional_options") or {},
             "seq_length": theirs.get("training_length", theirs["max_position_embeddings"]),
-            "norm": norm,
-            "layernorm_epsilon" if norm == "layernorm" else "rms_norm_epsilon": theirs[
-                "layer_norm_eps"
-            ],
+            "norm": theirs["norm"],
+            epsilon_key: theirs["layer_norm_eps"],
             **_block_keys(theirs, gated=activation in ("swiglu", "geglu")),
         }
     return {
@@ -281,9 +285,7 @@ def config_from(theirs: Mapping[str, Any], source: str) -> dict[str, Any]:
 
 
 def _block_keys(theirs: Mapping[str, Any], gated: bool) -> dict[str, Any]:
-    """Our keys for the blocks of a self-contained model. `theirs` has no keys whose
-    value is None.
-    """
+    """Our keys for the blocks of a self-contained model. `theirs` has no None values."""
     sizes = {
         "num_kv_heads": "num_key_value_heads",
         "head_size": "head_dim",
@@ -294,9 +296,10 @@ def _block_keys(theirs: Mapping[str, Any], gated: bool) -> dict[str, Any]:
         keys["intermediate_size"] *= 3
     if "attention_window" in theirs:
         keys["sliding_window_width"] = theirs["attention_window"] - 1
-    return keys | {
-        ours: theirs[name] for ours, name in BLOCK_SETTINGS.items() if ours.startswith("use_")
-    }
+    for ours, name in BLOCK_SETTINGS.items():
+        if ours.startswith("use_"):
+            keys[ours] = theirs[name]
+    return keys
 
 
 def family_defaults(model_type: str) -> dict[str, Any]:
@@ -323,6 +326,7 @@ def family_defaults(model_type: str) -> dict[str, Any]:
 def _rotary_keys(
     theirs: Mapping[str, Any], source: str, names: Mapping[str, tuple[str, str, float]]
 ) -> dict[str, Any]:
+    # Base and fraction, the same for all layers.
     rope = theirs.get("rope_parameters") or theirs.get("rope_scaling") or {}
     for name, value in rope.items():
         if isinstance(value, dict):
@@ -330,15 +334,16 @@ def _rotary_keys(
                 f"{source}: rope_parameters has the entry {name}, for one type of layers, which is "
                 "not supported; all layers must have the same rotary positions"
             )
-    rope_type = rope.get("rope_type", rope.get("type", "default"))
-    keys = {
-        ours: rope.get(name, theirs.get(top, default))
-        for ours, (name, top, default) in names.items()
-    }
+    keys = {}
+    for ours, (name, top, default) in names.items():
+        keys[ours] = rope.get(name, theirs.get(top, default))
     if names is LLAMA_ROTARY and keys["rotary_pct"] != 1:
         raise CheckpointError(
             f"{source}: partial_rotary_factor {keys['rotary_pct']!r} is not supported; only 1 is"
         )
+
+    # The scaling and its options.
+    rope_type = rope.get("rope_type", rope.get("type", "default"))
     if rope_type == "default":
         return keys
     if not isinstance(rope_type, str) or rope_type not in SCALINGS:
@@ -353,7 +358,8 @@ def _rotary_keys(
             raise CheckpointError(
                 f"{source}: {name} {value!r} of rope_type {rope_type!r} is not supported"
             )
-    options = {
-        ours: rope[name] for ours, name in scaling_names.items() if rope.get(name) is not None
-    }
-    return {**keys, "pos_emb_options": {"scaling": rope_type, **options}}
+    options = {"scaling": rope_type}
+    for ours, name in scaling_names.items():
+        if rope.get(name) is not None:
+            options[ours] = rope[name]
+    return {**keys, "pos_emb_options": options}

@@ -103,23 +103,26 @@ def family_of(config: Config) -> str | None:
         return None
     if model.positional_options["fraction"] != 1:
         return None
-    output, attention, mlp = (
-        model.use_bias_in_attn_output,
-        model.use_bias_in_attn_linear,
-        model.use_bias_in_mlp,
-    )
+    # Families differ in their biases.
+    output, attention = model.use_bias_in_attn_output, model.use_bias_in_attn_linear
+    mlp = model.use_bias_in_mlp
     if model.use_qk_layernorm:
-        return "qwen3" if output == attention and not mlp else None
-    if output != attention:
+        family, fits = "qwen3", output == attention and not mlp
+    elif output != attention:
         default_size = model.head_size * model.num_attention_heads == model.hidden_size
-        return "qwen2" if attention and not mlp and default_size else None
-    if model.windows[0] is None:  # exports have the same window in all layers
-        return "llama"
-    return None if attention or mlp else "mistral"
+        family, fits = "qwen2", attention and not mlp and default_size
+    elif model.windows[0] is None:  # exports have the same window in all layers
+        family, fits = "llama", True
+    else:
+        family, fits = "mistral", not attention and not mlp
+    if not fits:
+        return None
+    return family
 
 
 def config_json(model: ModelConfig, padded_vocab_size: int, family: str) -> dict[str, Any]:
     """config.json without the keys of rotary positions."""
+    activation = model.activation_function
     values = {theirs: getattr(model, ours) for ours, theirs in SAME_VALUE.items()}
     values |= {
         "architectures": [ARCHITECTURES[family]],
@@ -127,9 +130,7 @@ def config_json(model: ModelConfig, padded_vocab_size: int, family: str) -> dict
         "vocab_size": padded_vocab_size,
         "head_dim": model.head_size,
         "intermediate_size": model.mlp_features,
-        "hidden_act": next(
-            name for name, ours in ACTIVATIONS.items() if ours == model.activation_function
-        ),
+        "hidden_act": next(name for name, ours in ACTIVATIONS.items() if ours == activation),
         "tie_word_embeddings": not model.no_weight_tying,
         "use_cache": True,
     }
@@ -140,12 +141,11 @@ def config_json(model: ModelConfig, padded_vocab_size: int, family: str) -> dict
     else:
         values["sliding_window"] = model.window
     if family in ("qwen2", "qwen3"):
-        windowed = model.window is not None
-        values |= {
-            "use_sliding_window": windowed,
-            "max_window_layers": 0 if windowed else model.num_layers,
-        }
-        values["layer_types"] = [WINDOWED if windowed else FULL] * model.num_layers
+        windowed, first, kind = False, model.num_layers, FULL
+        if model.window is not None:
+            windowed, first, kind = True, 0, WINDOWED
+        values |= {"use_sliding_window": windowed, "max_window_layers": first}
+        values["layer_types"] = [kind] * model.num_layers
     return values
 
 
@@ -181,10 +181,13 @@ def keys_from(
     window, attention_bias = _window(values, theirs, source), bool(values.get("attention_bias"))
     if values["num_key_value_heads"] is None:
         values["num_key_value_heads"] = values["num_attention_heads"]
+    head_size = values.get("head_dim") or values["hidden_size"] // values["num_attention_heads"]
+    window_width = None
+    if window is not None:
+        window_width = window - 1  # theirs counts the query's own position
     return {
         **{ours: values[name] for ours, name in SAME_VALUE.items()},
-        "head_size": values.get("head_dim")
-        or values["hidden_size"] // values["num_attention_heads"],
+        "head_size": head_size,
         # A gated MLP has a third of GPT-NeoX's intermediate_size.
         "intermediate_size": 3 * values["intermediate_size"],
         "activation": activation,
@@ -193,8 +196,7 @@ def keys_from(
         "use_bias_in_attn_output": attention_bias,
         "use_bias_in_mlp": bool(values.get("mlp_bias")),
         "use_qk_layernorm": values["model_type"] == "qwen3",
-        # Theirs counts the query's own position.
-        "sliding_window_width": None if window is None else window - 1,
+        "sliding_window_width": window_width,
         "no_weight_tying": not values["tie_word_embeddings"],
         "gpt_j_residual": False,
         "seq_length": values["max_position_embeddings"],
@@ -216,22 +218,24 @@ def _window(values: Mapping[str, Any], theirs: Mapping[str, Any], source: str) -
         key, kinds = "layer_types", set(types)
         if len(types) != layers or not kinds <= {WINDOWED, FULL}:
             raise CheckpointError(f"{source}: layer_types {types!r} is not supported")
+    elif window is None:
+        return None
     else:
-        first = 0 if window is None else values.get("max_window_layers", 0)
-        key = f"max_window_layers {first}"
-        kinds = (
-            {FULL}
-            if window is None or first >= layers
-            else {WINDOWED}
-            if first <= 0
-            else {FULL, WINDOWED}
-        )
+        # The first layers are without a window.
+        first = values.get("max_window_layers", 0)
+        key, kinds = f"max_window_layers {first}", set()
+        if first > 0:
+            kinds.add(FULL)
+        if first < layers:
+            kinds.add(WINDOWED)
     if len(kinds) > 1:
         raise CheckpointError(
             f"{source}: {key} gives only some of the layers a sliding window, which is not "
             "supported; all or none must have it"
         )
-    return window if kinds == {WINDOWED} else None
+    if kinds != {WINDOWED}:
+        return None
+    return window
 
 
 def split_tensors(tensors: Mapping[str, Tensor], model: ModelConfig) -> dict[str, Tensor]:

@@ -17,15 +17,10 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from megatron.checkpoint.directory import (
-    CONFIG_FILE,
-    STATE_FILE,
-    layer_file,
-    tag_for,
-    update_latest,
-    write_manifest_of_folder,
-)
+from megatron.checkpoint.cleanup import update_latest
+from megatron.checkpoint.directory import CONFIG_FILE, STATE_FILE, layer_file, tag_for
 from megatron.checkpoint.layers import tensors_of
+from megatron.checkpoint.manifest import write_manifest_of_folder
 from megatron.checkpoint.storage import CheckpointError, write_json
 from megatron.config import Config
 from megatron.convert.weights import cast, layers_with_weights

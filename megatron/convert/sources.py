@@ -58,18 +58,16 @@ def self_contained_files(pos_emb: str, **options: Any) -> dict[str, str]:
     # all of them.
     last_import = "from .positional_method import NAME, Method\n"
     stems = [Path(name).stem for name in sorted(files)]
-    other_imports = "".join(
-        f"from .{stem} import __name__ as _{stem}\n" for stem in stems if stem != MODELING
-    )
-    files[f"{MODELING}.py"] = files[f"{MODELING}.py"].replace(
-        last_import, last_import + other_imports
-    )
+    imports = last_import
+    for stem in stems:
+        if stem != MODELING:
+            imports += f"from .{stem} import __name__ as _{stem}\n"
+    files[f"{MODELING}.py"] = files[f"{MODELING}.py"].replace(last_import, imports)
 
     # transformers may load folders of the same name as the same modules, so names of files depend
     # on all contents.
-    digest = hashlib.sha256("".join(files[name] for name in sorted(files)).encode()).hexdigest()[
-        :16
-    ]
+    contents = "".join(files[name] for name in sorted(files))
+    digest = hashlib.sha256(contents.encode()).hexdigest()[:16]
     renamed = {}
     for name, text in files.items():
         for stem in stems:
@@ -113,19 +111,18 @@ def modeling_file(folder: Path) -> Iterator[ModuleType]:
             modeling = importlib.import_module(f"{package}.{path.stem}")
         yield modeling
     finally:
-        for name in [
-            name for name in sys.modules if name == package or name.startswith(f"{package}.")
-        ]:
-            del sys.modules[name]
+        for name in list(sys.modules):
+            if name == package or name.startswith(f"{package}."):
+                del sys.modules[name]
 
 
 def _file_stem(module: str) -> str:
-    if not module.startswith((f"{POSITIONAL}.", f"{ATTENTION}.")):
-        return (
-            f"positional_external_{module.replace('.', '_')}"  # a name that no module of ours has
-        )
-    package = "attention" if module.startswith(f"{ATTENTION}.") else "positional"
-    return f"{package}_{module.rpartition('.')[2]}"
+    name = module.rpartition(".")[2]
+    if module.startswith(f"{ATTENTION}."):
+        return f"attention_{name}"
+    if module.startswith(f"{POSITIONAL}."):
+        return f"positional_{name}"
+    return f"positional_external_{module.replace('.', '_')}"  # a name that no module of ours has
 
 
 def _add_source(module: ModuleType, files: dict[str, str]) -> None:
@@ -146,22 +143,16 @@ def _with_relative_imports(source: str, importer: str) -> tuple[str, list[str]]:
     """
     lines = source.splitlines(keepends=True)
     imported: list[str] = []
-    imports = [
-        node
-        for node in ast.walk(ast.parse(source))
-        if isinstance(node, ast.Import | ast.ImportFrom)
-    ]
+    nodes = ast.walk(ast.parse(source))
+    imports = [node for node in nodes if isinstance(node, ast.Import | ast.ImportFrom)]
     # From the last to the first, so that line numbers stay valid.
     for node in sorted(imports, key=lambda node: -node.lineno):
-        relative = isinstance(node, ast.ImportFrom) and node.level > 0
-        modules = (
-            [node.module or ""]
-            if isinstance(node, ast.ImportFrom)
-            else [item.name for item in node.names]
-        )
-        if not relative and not any(
-            module.partition(".")[0] in ("kerple", "megatron") for module in modules
-        ):
+        if isinstance(node, ast.ImportFrom):
+            modules, is_relative = [node.module or ""], node.level > 0
+        else:
+            modules, is_relative = [item.name for item in node.names], False
+        roots = {module.partition(".")[0] for module in modules}
+        if not is_relative and roots.isdisjoint(("kerple", "megatron")):
             continue
         names_by_module = _imported_names(node, importer)
         indent = " " * node.col_offset
@@ -175,27 +166,27 @@ def _with_relative_imports(source: str, importer: str) -> tuple[str, list[str]]:
 
 def _imported_names(node: ast.Import | ast.ImportFrom, importer: str) -> dict[str, list[str]]:
     """Defining module -> names that an import statement imports from it."""
-    allowed = (
-        (f"{POSITIONAL}.", f"{ATTENTION}.")
-        if importer.startswith(f"{ATTENTION}.")
-        else (f"{POSITIONAL}.",)
-    )
-    if not (
-        isinstance(node, ast.ImportFrom)
-        and not node.level
-        and f"{node.module}.".startswith(allowed)
-    ):
+    allowed: tuple[str, ...] = (f"{POSITIONAL}.",)
+    if importer.startswith(f"{ATTENTION}."):
+        allowed += (f"{ATTENTION}.",)
+    module = ""
+    if isinstance(node, ast.ImportFrom) and not node.level:
+        module = str(node.module)
+    if not f"{module}.".startswith(allowed):
         raise CheckpointError(
             f"{importer}: {ast.unparse(node)!r} cannot be part of a self-contained model; a "
             f"positional method may import only torch and {POSITIONAL}"
         )
     names: dict[str, list[str]] = {}
     for item in node.names:
-        origin = node.module or ""
+        origin = module
         if origin in (POSITIONAL, ATTENTION):  # they re-export what their modules define
             value = getattr(sys.modules[origin], item.name)
-            origin = value.__name__ if isinstance(value, ModuleType) else value.__module__
-        names.setdefault(origin, []).append(
-            f"{item.name} as {item.asname}" if item.asname else item.name
-        )
+            origin = value.__name__
+            if not isinstance(value, ModuleType):
+                origin = value.__module__
+        name = item.name
+        if item.asname:
+            name += f" as {item.asname}"
+        names.setdefault(origin, []).append(name)
     return names

@@ -54,6 +54,8 @@ def write_tokenizer(
     except UserError as error:
         raise UserError(f"{error} (or convert without a tokenizer: --no-tokenizer)") from error
     check_rows(tokenizer, vocabulary)
+
+    # The tokenizer as an object of `tokenizers`.
     if files.tokenizer_type == "SPMTokenizer":
         loaded = _write_sentencepiece(files, tokenizer, folder)
         return _with_own_tokens(files, tokenizer, loaded.get_vocab().get)
@@ -61,28 +63,26 @@ def write_tokenizer(
         converted = tokenizers.Tokenizer.from_file(str(files.vocab_file))  # `build` has checked it
         disable_effects(converted)
     elif files.tokenizer_type == "GPT2BPETokenizer":
-        converted = byte_level_tokenizer(
-            tokenizers.models.BPE.from_file(str(files.vocab_file), str(files.merge_file))
-        )
-        converted.add_special_tokens(
-            [tokenizers.AddedToken(END_OF_DOCUMENT, special=True, normalized=False)]
-        )
+        bpe = tokenizers.models.BPE.from_file(str(files.vocab_file), str(files.merge_file))
+        converted = byte_level_tokenizer(bpe)
+        end = tokenizers.AddedToken(END_OF_DOCUMENT, special=True, normalized=False)
+        converted.add_special_tokens([end])
     else:
         converted = _character_level()
-    if converted.num_special_tokens_to_add(is_pair=False) > (tokenizer.bos is not None):
-        start = [] if tokenizer.bos is None else [str(converted.id_to_token(tokenizer.bos))]
+
+    # It adds no token to a text but the one at the beginning.
+    start = []
+    if tokenizer.bos is not None:
+        start.append(str(converted.id_to_token(tokenizer.bos)))
+    if converted.num_special_tokens_to_add(is_pair=False) > len(start):
         converted.post_processor = tokenizers.processors.TemplateProcessing(
             single=[*start, "$A"],
             pair=[*start, "$A", "$B:1"],
             special_tokens=[(token, tokenizer.bos) for token in start],
         )
     converted.save(str(folder / "tokenizer.json"))
-    _write_config(
-        files,
-        folder,
-        "PreTrainedTokenizerFast",
-        converted.id_to_token(tokenizer.eod) or END_OF_DOCUMENT,
-    )
+    end_token = converted.id_to_token(tokenizer.eod) or END_OF_DOCUMENT
+    _write_config(files, folder, "PreTrainedTokenizerFast", end_token)
     return _with_own_tokens(files, tokenizer, converted.token_to_id)
 
 
@@ -96,10 +96,9 @@ def _with_own_tokens(
     ids["bos_token_id"] = tokenizer.first
     if files.tokenizer_type in ("HFTokenizer", "SPMTokenizer"):
         special = SpecialTokens.next_to(Path(files.vocab_file or ""))
-        pad = None if special.pad is None else id_of(special.pad)
-        eos = None if special.eos is None else id_of(special.eos)
-        ids["pad_token_id"] = tokenizer.eod if pad is None else pad
-        if eos not in (None, tokenizer.eod):
+        if special.pad is not None and (pad := id_of(special.pad)) is not None:
+            ids["pad_token_id"] = pad
+        if special.eos is not None and (eos := id_of(special.eos)) not in (None, tokenizer.eod):
             ids["eos_token_id"] = [eos, tokenizer.eod]
     return ids
 
@@ -179,18 +178,16 @@ def _character_level() -> tokenizers.Tokenizer:
     # numbered from U+0100.
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     vocabulary = {chr(byte): byte for byte in printable}
-    vocabulary |= {
-        chr(0x100 + n): byte
-        for n, byte in enumerate(byte for byte in range(256) if byte not in printable)
-    }
+    others = (byte for byte in range(256) if byte not in printable)
+    for number, byte in enumerate(others, start=0x100):
+        vocabulary[chr(number)] = byte
     del vocabulary[NUL]
     vocabulary[END_OF_DOCUMENT] = 0
     tokenizer = byte_level_tokenizer(tokenizers.models.BPE(vocab=vocabulary, merges=[]))
     # The token is looked up in the normalized text, where it replaces NUL.
     tokenizer.normalizer = tokenizers.normalizers.Replace("\0", END_OF_DOCUMENT)
-    tokenizer.add_special_tokens(
-        [tokenizers.AddedToken(END_OF_DOCUMENT, special=True, normalized=True)]
-    )
+    end = tokenizers.AddedToken(END_OF_DOCUMENT, special=True, normalized=True)
+    tokenizer.add_special_tokens([end])
     return tokenizer
 
 

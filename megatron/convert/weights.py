@@ -89,31 +89,35 @@ def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 def common_dtype(tensors: Iterable[Tensor]) -> torch.dtype:
     """The dtype of the tensors, or float32 if they have several."""
     dtypes = {tensor.dtype for tensor in tensors}
-    return dtypes.pop() if len(dtypes) == 1 else torch.float32
+    if len(dtypes) != 1:
+        return torch.float32
+    return dtypes.pop()
 
 
 def saved_dtype(step: Path) -> torch.dtype:
     """`common_dtype` of a checkpoint's layer files."""
-    files = [file for files in open_layers(step).values() for file in files]
-    return common_dtype(
-        tensor for file in files for name, tensor in file.items() if name not in COMPUTED_BUFFERS
-    )
+    tensors = []
+    for shards in open_layers(step).values():
+        for shard in shards:
+            tensors += [shard[name] for name in shard if name not in COMPUTED_BUFFERS]
+    return common_dtype(tensors)
 
 
 def hugging_face_tensors(
     model: GPT, dtype: torch.dtype, model_type: str = "gpt_neox"
 ) -> dict[str, Tensor]:
     """The model's tensors in `dtype`, under the names of a model_type of transformers."""
-    layers = layers_with_weights(model)
+    tensors = {name: cast(tensor, dtype) for name, tensor in _named_tensors(model).items()}
+    if model_type in llama.ARCHITECTURES:
+        return llama.split_tensors(tensors, model.settings.config)
+    return tensors
+
+
+def _named_tensors(model: GPT) -> dict[str, Tensor]:
+    """The model's tensors under the names of GPT-NeoX models in transformers."""
+    tensors = {index: tensors_of(layer) for index, layer in layers_with_weights(model).items()}
     names = hugging_face_names(model).items()
-    tensors = {
-        theirs: cast(tensors_of(layers[index])[ours], dtype) for (index, ours), theirs in names
-    }
-    return (
-        llama.split_tensors(tensors, model.settings.config)
-        if model_type in llama.ARCHITECTURES
-        else tensors
-    )
+    return {theirs: tensors[index][ours] for (index, ours), theirs in names}
 
 
 def read_hugging_face(folder: Path, model_type: str = "gpt_neox") -> dict[str, Tensor]:
@@ -161,26 +165,27 @@ def check_tensors(
     Raises CheckpointError, naming `source`, for a tensor that is missing, unknown, not finite, or
     has another shape, and for output weights that differ from the embedding to which they are tied.
     """
-    layers = layers_with_weights(model)
-    expected = {
-        theirs: tensors_of(layers[index])[ours]
-        for (index, ours), theirs in hugging_face_names(model).items()
-    }
+    # What the model has.
+    is_tied, expected = not model.settings.config.no_weight_tying, _named_tensors(model)
     output, embedding = OUTER_NAMES["final_linear.weight"], OUTER_NAMES["word_embeddings.weight"]
     if model_type in llama.ARCHITECTURES:
         expected = llama.split_tensors(expected, model.settings.config)
         output, embedding = llama.TOP_NAMES[output], llama.TOP_NAMES[embedding]
-    missing = [name for name in expected if name not in tensors]
-    known = {*expected, *(() if model.settings.config.no_weight_tying else (output,))}
-    unknown = [name for name in tensors if name not in known]
-    if missing or unknown:
-        parts = [f"lacks {_shortened(missing)}"] if missing else []
-        parts += (
-            [f"contains {_shortened(unknown)}, which the model in config.json does not have"]
-            if unknown
-            else []
+
+    # Names.
+    known, parts = {*expected}, []
+    if is_tied:
+        known.add(output)
+    if missing := [name for name in expected if name not in tensors]:
+        parts.append(f"lacks {_shortened(missing)}")
+    if unknown := [name for name in tensors if name not in known]:
+        parts.append(
+            f"contains {_shortened(unknown)}, which the model in config.json does not have"
         )
+    if parts:
         raise CheckpointError(f"{source}: {' and '.join(parts)}")
+
+    # Shapes and values.
     for theirs, target in expected.items():
         value = tensors[theirs]
         if target.shape != value.shape:
@@ -192,7 +197,6 @@ def check_tensors(
             raise CheckpointError(
                 f"{source}: {theirs} contains values that are not finite (NaN or infinite)"
             )
-    is_tied = not model.settings.config.no_weight_tying
     if is_tied and output in tensors and not torch.equal(tensors[embedding], tensors[output]):
         raise CheckpointError(
             f"{source}: {output} differs from {embedding}, but tie_word_embeddings is true; set it "
@@ -207,11 +211,12 @@ def fill(model: GPT, tensors: dict[str, Tensor], model_type: str = "gpt_neox") -
     """
     if model_type in llama.ARCHITECTURES:
         tensors = llama.merge_tensors(tensors, model.settings.config)
-    layers = layers_with_weights(model)
-    for (index, ours), theirs in hugging_face_names(model).items():
-        tensors_of(layers[index])[ours].copy_(tensors[theirs])
+    for name, tensor in _named_tensors(model).items():
+        tensor.copy_(tensors[name])
 
 
 def _shortened(names: list[str]) -> str:
     shown = ", ".join(names[:3])
-    return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"
+    if len(names) > 3:
+        shown += f" and {len(names) - 3} more"
+    return shown

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from megatron.checkpoint.configuration import checkpoint_config, trained_tokenizer
-from megatron.checkpoint.directory import find_valid_step, looks_like_checkpoint
+from megatron.checkpoint.directory import looks_like_checkpoint
 from megatron.checkpoint.layers import (
     check_sizes,
     embedding_rows,
@@ -15,6 +15,7 @@ from megatron.checkpoint.layers import (
     open_layers,
     weight_layers,
 )
+from megatron.checkpoint.manifest import find_valid_step
 from megatron.config import Config
 from megatron.model.gpt import GPT
 from megatron.model.settings import ModelSettings

@@ -21,6 +21,18 @@ TANH_FACTOR = tl.constexpr(1.5957691216057308)  # 2 sqrt(2 / pi)
 
 
 @triton.jit
+def read(pointers, inside):
+    """The values in float32; 0 where `inside` is false."""
+    return tl.load(pointers, mask=inside, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def write(pointers, values, inside):
+    """Store the values, rounded to the dtype of the memory, where `inside` is true."""
+    tl.store(pointers, values.to(pointers.dtype.element_ty), mask=inside)
+
+
+@triton.jit
 def activate(x, ACTIVATION: tl.constexpr):
     """(activation, derivative) of float32 x: gelu, gelu_tanh, relu or silu."""
     if ACTIVATION == "gelu":
@@ -52,11 +64,11 @@ def norm_kernel(
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < size
-    x = tl.load(hidden + row * size + column, mask=inside, other=0.0).to(tl.float32)
+    x = read(hidden + row * size + column, inside)
     if update is not None:
-        x += tl.load(update + row * size + column, mask=inside, other=0.0).to(tl.float32)
+        x += read(update + row * size + column, inside)
         if update_bias is not None:
-            x += tl.load(update_bias + column, mask=inside, other=0.0).to(tl.float32)
+            x += read(update_bias + column, inside)
         rounded = x.to(new_hidden.dtype.element_ty)
         tl.store(new_hidden + row * size + column, rounded, mask=inside)
         x = rounded.to(tl.float32)
@@ -65,10 +77,10 @@ def norm_kernel(
         mean = tl.sum(x, 0) / size
     centered = tl.where(inside, x - mean, 0.0)
     inverse = 1.0 / tl.sqrt_rn(tl.sum(centered * centered, 0) / size + eps)
-    y = centered * inverse * tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+    y = centered * inverse * read(weight + column, inside)
     if bias is not None:
-        y += tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)
-    tl.store(normed + row * size + column, y.to(normed.dtype.element_ty), mask=inside)
+        y += read(bias + column, inside)
+    write(normed + row * size + column, y, inside)
     tl.store(stats + 2 * row, mean)
     tl.store(stats + 2 * row + 1, inverse)
 
@@ -85,15 +97,15 @@ def norm_backward_kernel(
     # Sums over the rows of this program, kept in registers.
     column = tl.arange(0, BLOCK)
     inside = column < size
-    w = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+    w = read(weight + column, inside)
     weight_sum = tl.zeros([BLOCK], tl.float32)
     bias_sum = tl.zeros([BLOCK], tl.float32)
     input_sum = tl.zeros([BLOCK], tl.float32)
     for row_index in range(tl.program_id(0), rows, tl.num_programs(0)):
         # A row's input, the gradient of its normed output, and the saved statistics.
         row = tl.cast(row_index, tl.int64)
-        x = tl.load(hidden + row * size + column, mask=inside, other=0.0).to(tl.float32)
-        dy = tl.load(grad_normed + row * size + column, mask=inside, other=0.0).to(tl.float32)
+        x = read(hidden + row * size + column, inside)
+        dy = read(grad_normed + row * size + column, inside)
         mean = tl.load(stats + 2 * row)
         inverse = tl.load(stats + 2 * row + 1)
 
@@ -101,8 +113,8 @@ def norm_backward_kernel(
         standardized = tl.where(inside, (x - mean) * inverse, 0.0)
         y = standardized * w
         if bias is not None:
-            y += tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)
-        tl.store(normed + row * size + column, y.to(normed.dtype.element_ty), mask=inside)
+            y += read(bias + column, inside)
+        write(normed + row * size + column, y, inside)
 
         # Gradient of the input: remove the components that the norm makes constant.
         weighted = dy * w
@@ -113,8 +125,8 @@ def norm_backward_kernel(
 
         # Add the gradient of the residual stream.
         if grad_hidden is not None:
-            dx += tl.load(grad_hidden + row * size + column, mask=inside, other=0.0).to(tl.float32)
-        tl.store(grad_input + row * size + column, dx.to(grad_input.dtype.element_ty), mask=inside)
+            dx += read(grad_hidden + row * size + column, inside)
+        write(grad_input + row * size + column, dx, inside)
 
         # Sum the gradients of the vectors.
         weight_sum += dy * standardized
@@ -134,11 +146,11 @@ def activation_kernel(x, bias, y, size, ACTIVATION: tl.constexpr, BLOCK: tl.cons
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < size
     offsets = tl.program_id(0).to(tl.int64) * size + column
-    value = tl.load(x + offsets, mask=inside, other=0.0).to(tl.float32)
+    value = read(x + offsets, inside)
     if bias is not None:
-        value += tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)
+        value += read(bias + column, inside)
     value, _ = activate(value, ACTIVATION)
-    tl.store(y + offsets, value.to(y.dtype.element_ty), mask=inside)
+    write(y + offsets, value, inside)
 
 
 @triton.jit
@@ -152,18 +164,16 @@ def activation_backward_kernel(
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     b = tl.zeros([1, COLUMNS], tl.float32)
     if bias is not None:
-        b = tl.load(bias + column, mask=column < size, other=0.0).to(tl.float32)
+        b = read(bias + column, column < size)
     total = tl.zeros([1, COLUMNS], tl.float32)
     for first in range(tl.program_id(1) * ROWS, rows, tl.num_programs(1) * ROWS):
         row = first + tl.arange(0, ROWS)[:, None]
         inside = (row < rows) & (column < size)
         offsets = row.to(tl.int64) * size + column
-        value, slope = activate(
-            tl.load(x + offsets, mask=inside, other=0.0).to(tl.float32) + b, ACTIVATION
-        )
-        dx = tl.load(grad + offsets, mask=inside, other=0.0).to(tl.float32) * slope
-        tl.store(y + offsets, value.to(y.dtype.element_ty), mask=inside)
-        tl.store(grad + offsets, dx.to(grad.dtype.element_ty), mask=inside)
+        value, slope = activate(read(x + offsets, inside) + b, ACTIVATION)
+        dx = read(grad + offsets, inside) * slope
+        write(y + offsets, value, inside)
+        write(grad + offsets, dx, inside)
         total += tl.sum(dx, 0, keep_dims=True)
     tl.store(sums + tl.program_id(1) * size + column, total, mask=column < size)
 
@@ -176,10 +186,10 @@ def gated_kernel(x, y, size, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < size
-    gate = tl.load(x + row * 2 * size + column, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(x + row * 2 * size + size + column, mask=inside, other=0.0).to(tl.float32)
+    gate = read(x + row * 2 * size + column, inside)
+    up = read(x + row * 2 * size + size + column, inside)
     value, _ = activate(gate, ACTIVATION)
-    tl.store(y + row * size + column, (value * up).to(y.dtype.element_ty), mask=inside)
+    write(y + row * size + column, value * up, inside)
 
 
 @triton.jit
@@ -190,14 +200,12 @@ def gated_backward_kernel(x, grad, y, grad_x, size, ACTIVATION: tl.constexpr, BL
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < size
-    gate = tl.load(x + row * 2 * size + column, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(x + row * 2 * size + size + column, mask=inside, other=0.0).to(tl.float32)
-    dy = tl.load(grad + row * size + column, mask=inside, other=0.0).to(tl.float32)
+    gate = read(x + row * 2 * size + column, inside)
+    up = read(x + row * 2 * size + size + column, inside)
+    dy = read(grad + row * size + column, inside)
     value, slope = activate(gate, ACTIVATION)
-    tl.store(y + row * size + column, (value * up).to(y.dtype.element_ty), mask=inside)
-    tl.store(
-        grad_x + row * 2 * size + column, (dy * up * slope).to(grad_x.dtype.element_ty), mask=inside
-    )
+    write(y + row * size + column, value * up, inside)
+    write(grad_x + row * 2 * size + column, dy * up * slope, inside)
     tl.store(
         grad_x + row * 2 * size + size + column,
         (dy * value).to(grad_x.dtype.element_ty),

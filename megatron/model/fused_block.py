@@ -1,5 +1,5 @@
-"""Transformer blocks on a GPU in training: fewer kernels, less memory traffic and fewer saved
-activations.
+"""The functions of a transformer block on a GPU in training: fewer kernels, less memory traffic and
+fewer saved activations.
 
 Kernels compute everything between two matrix products at once: residual, bias and norm, or bias and
 activation. Each function below ends with a matrix product, whose input it does not save: the
@@ -8,16 +8,16 @@ in one kernel. So a block saves 10 hidden states `[b, s, e]` (with e as unit: tw
 key, value, attention's output, and 4 before the activation) instead of 16. In a gated MLP, the two
 products with the norm's output are one, with the matrices concatenated.
 
-Vectors added to the residual are added by the next norm: blocks are run with `run_blocks`, which
-passes the last update of a block to the next one.
+Vectors added to the residual are added by the next norm, also that of the next block: `gpt.py`
+passes the last update of a block to it.
 
-Legend: b batch, s tokens of a sequence, n tokens, e hidden size, o output features, f features in
-the MLP.
+Legend: b batch, s tokens of a sequence, n tokens of a batch, e hidden size, o output features, f
+features in the MLP, p programs of a kernel.
 """
 
 from collections.abc import Callable, Sequence
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -25,13 +25,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from kerple.attention import DEFAULT_MODE, Documents, PositionTables, Requirements, self_check
+from kerple.attention import Requirements, self_check
 from kerple.attention.backends.triton.launch import unavailable_reason
 from megatron.model.layers import GatedMLP
-from megatron.model.parallel import tensor_parallel_group
-
-if TYPE_CHECKING:
-    from megatron.model.gpt import TransformerBlock
 
 # Devices on which the kernels run; Triton's interpreter also runs them on a CPU, slowly, for tests.
 KERNEL_DEVICES = ["cuda"]
@@ -39,28 +35,6 @@ KERNEL_DEVICES = ["cuda"]
 MAX_HIDDEN_SIZE = 8192
 # Largest relative error of a result or gradient in the self-check, in the 2-norm.
 MAX_ERROR = {torch.float32: 1e-4, torch.float16: 6e-3, torch.bfloat16: 5e-2}
-
-
-class Update(NamedTuple):
-    """What a block adds to the residual: states `[n, e]`, and a bias `[e]` or None."""
-
-    states: Tensor
-    bias: Tensor | None
-
-
-def supports(block: "TransformerBlock", hidden: Tensor) -> bool:
-    """Whether `run_blocks` can run blocks like this one, with these hidden states."""
-    if block.attention.decays or not (block.training and torch.is_grad_enabled()):
-        return False
-    weight = cast(Tensor, block.attention.dense.weight)
-    # ZeRO 3 gathers parameters only during the call of their module.
-    if (
-        weight.dtype != hidden.dtype
-        or hasattr(weight, "ds_id")
-        or torch.is_autocast_enabled("cuda")
-    ):
-        return False
-    return uses_kernels(hidden.device, hidden.dtype, hidden.shape[-1])
 
 
 def uses_kernels(device: torch.device, dtype: torch.dtype, hidden_size: int) -> bool:
@@ -71,24 +45,25 @@ def uses_kernels(device: torch.device, dtype: torch.dtype, hidden_size: int) -> 
 
 
 def kernel_failure(
-    block: "TransformerBlock", device: torch.device, dtype: torch.dtype
+    norm: nn.Module, mlp: Any, device: torch.device, dtype: torch.dtype
 ) -> str | None:
-    """Compare the kernels for blocks like this one with PyTorch operations, for a few tokens.
-    Returns why the kernels must not be used on a device; None if they may be, or are not used there
-    anyway. Waits for the device.
+    """Compare the kernels for blocks with such a norm and MLP with PyTorch operations, for a few
+    tokens. Returns why the kernels must not be used on a device; None if they may be, or are not
+    used there anyway. Waits for the device.
     """
     # What the block has, as the kernels' arguments.
-    norm = cast(nn.LayerNorm | nn.RMSNorm, block.input_layernorm)
-    (size,), norm_bias = norm.weight.shape, getattr(norm, "bias", None)
+    norm = cast(nn.LayerNorm | nn.RMSNorm, norm)
+    (size,), epsilon = norm.weight.shape, cast(float, norm.eps)
     if not uses_kernels(device, dtype, size):
         return None
-    mlp: Any = block.mlp
-    rms, epsilon = isinstance(norm, nn.RMSNorm), cast(float, norm.eps)
-    gated = isinstance(block.mlp, GatedMLP)
-    mlp_bias = gated or mlp.dense_h_to_4h.bias is not None
+    rms, gated = isinstance(norm, nn.RMSNorm), isinstance(mlp, GatedMLP)
+    has_norm_bias = getattr(norm, "bias", None) is not None
+    has_mlp_bias = gated or mlp.dense_h_to_4h.bias is not None
 
     # Small random inputs: hidden states, update, vectors, and the matrices of the MLP.
-    rows = 64 if gated else 32
+    rows = 32
+    if gated:
+        rows = 64
     generator = torch.Generator().manual_seed(0)
     shapes = [(40, size), (40, size), (size,), (size,), (size,), (rows, size), (rows,), (16, 32)]
     randoms = [torch.randn(shape, generator=generator, device="cpu") for shape in shapes]
@@ -104,39 +79,48 @@ def kernel_failure(
         return None
 
     # The kernels, through the functions that the block calls.
-    def fused(hidden: Tensor, update: Tensor, *vectors: Tensor) -> tuple[Tensor, Tensor]:
-        update_bias, weight, bias, linear, inner_bias, last = vectors
-        norm_arguments = (weight, None if norm_bias is None else bias)
-        residual, inner = _NormLinear.apply(
-            *(
-                hidden,
-                update,
-                update_bias,
-                *norm_arguments,
-                linear,
-                inner_bias if gated else None,
-                epsilon,
-                rms,
-                None,
-            )
-        )
+    def fused(
+        hidden: Tensor,
+        update: Tensor,
+        update_bias: Tensor,
+        weight: Tensor,
+        norm_bias: Tensor | None,
+        linear: Tensor,
+        mlp_bias: Tensor | None,
+        last: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        if not has_norm_bias:
+            norm_bias = None
+        inputs = (hidden, update, update_bias, weight, norm_bias, linear)
         if gated:
+            residual, inner = _NormLinear.apply(*inputs, mlp_bias, epsilon, rms, None)
             return residual, _GatedLinear.apply(inner, last, mlp.activation_name, None)
-        return residual, _ActivationLinear.apply(
-            inner, inner_bias if mlp_bias else None, last, mlp.activation_name, None
-        )
+        if not has_mlp_bias:
+            mlp_bias = None
+        residual, inner = _NormLinear.apply(*inputs, None, epsilon, rms, None)
+        return residual, _ActivationLinear.apply(inner, mlp_bias, last, mlp.activation_name, None)
 
     # The same computation with PyTorch operations.
-    def unfused(hidden: Tensor, update: Tensor, *vectors: Tensor) -> tuple[Tensor, Tensor]:
-        update_bias, weight, bias, linear, inner_bias, last = vectors
+    def unfused(
+        hidden: Tensor,
+        update: Tensor,
+        update_bias: Tensor,
+        weight: Tensor,
+        norm_bias: Tensor | None,
+        linear: Tensor,
+        mlp_bias: Tensor,
+        last: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        if not has_norm_bias:
+            norm_bias = None
         residual = hidden + update + update_bias
         if rms:
             normed = F.rms_norm(residual, (size,), weight, epsilon)
         else:
-            normed = F.layer_norm(
-                residual, (size,), weight, None if norm_bias is None else bias, epsilon
-            )
-        inner = normed @ linear.T + (inner_bias if mlp_bias else 0)
+            normed = F.layer_norm(residual, (size,), weight, norm_bias, epsilon)
+        inner = normed @ linear.T
+        if has_mlp_bias:
+            inner = inner + mlp_bias
         if gated:
             gate, up = inner.chunk(2, dim=-1)
             return residual, (mlp.activation(gate) * up) @ last.T
@@ -153,13 +137,13 @@ def kernel_failure(
     # Compare outputs and gradients with float32.
     expected = _values_and_gradients(unfused, [value.float() for value in values])
     for result, exact in zip(actual, expected, strict=True):
-        if result is not None and exact is not None:
-            relative = ((result.float() - exact).norm() / exact.norm()).item()
-            if not relative <= MAX_ERROR[dtype]:  # also for NaN
-                return (
-                    f"a result has a relative error of {relative:.1e}, more than "
-                    f"{MAX_ERROR[dtype]:.0e}"
-                )
+        if result is None or exact is None:
+            continue
+        relative = ((result.float() - exact).norm() / exact.norm()).item()
+        if not relative <= MAX_ERROR[dtype]:  # also for NaN
+            return (
+                f"a result has a relative error of {relative:.1e}, more than {MAX_ERROR[dtype]:.0e}"
+            )
     return None
 
 
@@ -169,95 +153,59 @@ def _values_and_gradients(
 ) -> list[Tensor | None]:
     leaves = [value.detach().requires_grad_() for value in values]
     outputs = function(*leaves)
-    gradients = torch.autograd.grad(
-        outputs, leaves, [output.detach() for output in outputs], allow_unused=True
-    )
-    return [*(output.detach() for output in outputs), *gradients]
+    upstream = [output.detach() for output in outputs]
+    gradients = torch.autograd.grad(outputs, leaves, upstream, allow_unused=True)
+    return [*upstream, *gradients]
 
 
-def run_blocks(
-    blocks: Sequence["TransformerBlock"],
+def norm_linear(
     hidden: Tensor,
-    tables: Sequence[PositionTables | None],
-    documents: Documents | None = None,
-) -> Tensor:
-    """`[b, s, e] -> [b, s, e]` through several blocks that `supports` accepts; tables: one for each
-    block.
-    """
-    flat, update = hidden.flatten(0, 1), None
-    for block, table in zip(blocks, tables, strict=True):
-        flat, update = _run_block(block, flat, update, hidden.shape, table, documents)
-    return _added(flat, update).view(hidden.shape)
-
-
-def _run_block(
-    block: "TransformerBlock",
-    hidden: Tensor,
-    update: Update | None,
-    shape: torch.Size,
-    tables: PositionTables | None,
-    documents: Documents | None,
-) -> tuple[Tensor, Update]:
-    """(the residual `[n, e]`, what remains to be added to it)."""
-    attention = block.attention
-    mlp: Any = block.mlp
-    group = tensor_parallel_group(attention.tp)
-    projection = attention.query_key_value
-    hidden, qkv = _norm_linear(
-        hidden, update, block.input_layernorm, projection.weight, projection.bias, group
-    )
-    context = attention.context(
-        qkv.view(*shape[:2], -1), None, DEFAULT_MODE, tables, documents=documents
-    ).flatten(0, 1)
-    attended = _dropped(
-        block, _RowLinear.apply(context, attention.dense.weight, group), attention.dense.bias
-    )
-    update = None if block.parallel_residual else attended
-    norm = block.post_attention_layernorm
-    if isinstance(block.mlp, GatedMLP):
-        weight = torch.cat((mlp.w1.weight, mlp.w3.weight))
-        bias = None if mlp.w1.bias is None else torch.cat((mlp.w1.bias, mlp.w3.bias))
-        hidden, inner = _norm_linear(hidden, update, norm, weight, bias, group)
-        states, bias = (
-            _GatedLinear.apply(inner, mlp.w2.weight, mlp.activation_name, group),
-            mlp.w2.bias,
-        )
-    else:
-        hidden, inner = _norm_linear(hidden, update, norm, mlp.dense_h_to_4h.weight, None, group)
-        arguments = (mlp.dense_h_to_4h.bias, mlp.dense_4h_to_h.weight, mlp.activation_name, group)
-        states, bias = _ActivationLinear.apply(inner, *arguments), mlp.dense_4h_to_h.bias
-    return (_added(hidden, attended) if block.parallel_residual else hidden), _dropped(
-        block, states, bias
-    )
-
-
-def _added(hidden: Tensor, update: Update | None) -> Tensor:
-    if update is None:
-        return hidden
-    return hidden + (update.states if update.bias is None else update.states + update.bias)
-
-
-def _dropped(block: "TransformerBlock", states: Tensor, bias: Any) -> Update:
-    """An update with the block's dropout, which applies to its bias as well."""
-    if block.dropout.p == 0:
-        return Update(states, bias)
-    return Update(block.dropout(states if bias is None else states + bias), None)
-
-
-def _norm_linear(
-    hidden: Tensor,
-    update: Update | None,
-    norm: nn.Module,
+    update: Tensor | None,
+    update_bias: Tensor | None,
+    norm: Any,
     weight: Any,
     bias: Any,
     group: dist.ProcessGroup | None,
 ) -> tuple[Tensor, Tensor]:
-    """(hidden + update `[n, e]`, the linear layer of their norm `[n, o]`)."""
-    states, update_bias = update or (None, None)
-    rms = isinstance(norm, nn.RMSNorm)
-    arguments = (norm.weight, getattr(norm, "bias", None), weight, bias, norm.eps, rms, group)
-    hidden, output = _NormLinear.apply(hidden, states, update_bias, *arguments)
-    return hidden, output
+    """The residual hidden + update + update_bias `[n, e]`, and the linear layer of its norm
+    `[n, o]`.
+    """
+    norm_bias, rms = getattr(norm, "bias", None), isinstance(norm, nn.RMSNorm)
+    residual, output = _NormLinear.apply(
+        hidden, update, update_bias, norm.weight, norm_bias, weight, bias, norm.eps, rms, group
+    )
+    return residual, output
+
+
+def row_linear(x: Tensor, weight: Any, group: dist.ProcessGroup | None) -> Tensor:
+    """A linear layer without bias, `[n, f] -> [n, e]`; with a group, row-parallel."""
+    return _RowLinear.apply(x, weight, group)
+
+
+def mlp_update(
+    residual: Tensor,
+    update: Tensor | None,
+    update_bias: Tensor | None,
+    norm: nn.Module,
+    mlp: Any,
+    group: dist.ProcessGroup | None,
+) -> tuple[Tensor, Tensor, Any]:
+    """The residual `[n, e]`, and what the MLP of its norm adds to it: states `[n, e]` and a bias
+    `[e]`.
+    """
+    is_gated = isinstance(mlp, GatedMLP)
+    if is_gated:
+        # The gate and its factor in one product.
+        weight, bias = torch.cat((mlp.w1.weight, mlp.w3.weight)), None
+        if mlp.w1.bias is not None:
+            bias = torch.cat((mlp.w1.bias, mlp.w3.bias))
+        residual, inner = norm_linear(residual, update, update_bias, norm, weight, bias, group)
+        states = _GatedLinear.apply(inner, mlp.w2.weight, mlp.activation_name, group)
+        return residual, states, mlp.w2.bias
+    first, last = mlp.dense_h_to_4h, mlp.dense_4h_to_h
+    residual, inner = norm_linear(residual, update, update_bias, norm, first.weight, None, group)
+    states = _ActivationLinear.apply(inner, first.bias, last.weight, mlp.activation_name, group)
+    return residual, states, last.bias
 
 
 class _NormLinear(torch.autograd.Function):
@@ -279,31 +227,19 @@ class _NormLinear(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         kernels = _kernels()
         rows, size = hidden.shape
-        new_hidden = hidden if update is None else torch.empty_like(hidden)
-        normed, stats = torch.empty_like(hidden), hidden.new_empty(rows, 2, dtype=torch.float32)
+        new_hidden, normed = hidden, torch.empty_like(hidden)
+        if update is not None:
+            new_hidden = torch.empty_like(hidden)
+        stats = hidden.new_empty(rows, 2, dtype=torch.float32)  # mean and inverse deviation
+        vectors = (update_bias, norm_weight, norm_bias)
         with torch.cuda.device_of(hidden):
             kernels.norm_kernel[(rows,)](
-                *(
-                    hidden,
-                    update,
-                    update_bias,
-                    norm_weight,
-                    norm_bias,
-                    new_hidden,
-                    normed,
-                    stats,
-                    size,
-                    eps,
-                ),
+                *(hidden, update, *vectors, new_hidden, normed, stats, size, eps),
                 **row_options(size, rms, hidden.dtype),
             )
         ctx.save_for_backward(new_hidden, norm_weight, norm_bias, weight, stats)
-        ctx.has_update, ctx.has_update_bias, ctx.has_bias = (
-            update is not None,
-            update_bias is not None,
-            bias is not None,
-        )
-        ctx.rms, ctx.group = rms, group
+        ctx.has_update, ctx.has_update_bias = update is not None, update_bias is not None
+        ctx.has_bias, ctx.rms, ctx.group = bias is not None, rms, group
         ctx.set_materialize_grads(False)
         return new_hidden, F.linear(normed, weight, bias)
 
@@ -315,31 +251,38 @@ class _NormLinear(torch.autograd.Function):
         hidden, norm_weight, norm_bias, weight, stats = ctx.saved_tensors
         kernels = _kernels()
         rows, size = hidden.shape
-        grad_output = grad_output.contiguous()
+
+        # The gradient of the normed states [n, e].
+        grad_output = grad_output.contiguous()  # [n, o]
         grad_normed = grad_output @ weight
         if ctx.group is not None:
             dist.all_reduce(grad_normed, group=ctx.group)
+        if grad_hidden is not None:
+            grad_hidden = grad_hidden.contiguous()
+
+        # The gradient of the residual, and partial sums [p, 3, e] of those of the vectors.
         grad_input, normed = torch.empty_like(hidden), torch.empty_like(hidden)
         programs = min(rows, kernels.PROGRAMS)
         sums = hidden.new_empty(programs, 3, size, dtype=torch.float32)
         with torch.cuda.device_of(hidden):
             kernels.norm_backward_kernel[(programs,)](
-                grad_normed,
-                None if grad_hidden is None else grad_hidden.contiguous(),
+                *(grad_normed, grad_hidden),
                 *(hidden, norm_weight, norm_bias, stats, grad_input, normed, sums, rows, size),
                 **row_options(size, ctx.rms, hidden.dtype),
             )
         grad_norm_weight, grad_norm_bias, grad_update_bias = _sum_rows(sums, norm_weight.dtype)
-        return (
-            grad_input,
-            grad_input if ctx.has_update else None,
-            grad_update_bias if ctx.has_update_bias else None,
-            grad_norm_weight,
-            None if norm_bias is None else grad_norm_bias,
-            grad_output.T @ normed,
-            grad_output.sum(0) if ctx.has_bias else None,
-            *(None, None, None),
-        )
+        if not ctx.has_update_bias:
+            grad_update_bias = None
+        if norm_bias is None:
+            grad_norm_bias = None
+        grad_bias = grad_update = None
+        if ctx.has_bias:
+            grad_bias = grad_output.sum(0)
+        if ctx.has_update:
+            grad_update = grad_input
+        updates = (grad_input, grad_update, grad_update_bias)
+        norm_grads = (grad_norm_weight, grad_norm_bias)
+        return *updates, *norm_grads, grad_output.T @ normed, grad_bias, None, None, None
 
 
 class _ActivationLinear(torch.autograd.Function):
@@ -377,10 +320,8 @@ class _ActivationLinear(torch.autograd.Function):
         kernels = _kernels()
         rows, size = x.shape
         grad_output = grad_output.contiguous()
-        grad_x, activated = (
-            grad_output @ weight,
-            torch.empty_like(x),
-        )  # the kernel overwrites grad_x
+        grad_x = grad_output @ weight  # of the activation; the kernel overwrites it
+        activated = torch.empty_like(x)
         tiles = -(-size // kernels.TILE_COLUMNS)
         programs = max(1, min(-(-rows // kernels.TILE_ROWS), 2 * kernels.PROGRAMS // tiles))
         sums = x.new_empty(programs, size, dtype=torch.float32)
@@ -392,7 +333,9 @@ class _ActivationLinear(torch.autograd.Function):
                 COLUMNS=kernels.TILE_COLUMNS,
                 num_warps=4,
             )
-        grad_bias = None if bias is None else _sum_rows(sums, bias.dtype)
+        grad_bias = None
+        if bias is not None:
+            grad_bias = _sum_rows(sums, bias.dtype)
         return grad_x, grad_bias, grad_output.T @ activated, None, None
 
 
@@ -476,12 +419,12 @@ def row_options(size: int, rms: bool, dtype: torch.dtype) -> dict[str, Any]:
     otherwise.
     """
     block = 1 << (size - 1).bit_length()
-    longest = 32 if dtype == torch.float32 else 16
-    return {
-        "RMS": rms,
-        "BLOCK": block,
-        "num_warps": longest if block > 4096 else max(4, block // 512),
-    }
+    warps = max(4, block // 512)
+    if block > 4096:
+        warps = 16
+        if dtype == torch.float32:
+            warps = 32
+    return {"RMS": rms, "BLOCK": block, "num_warps": warps}
 
 
 def _kernels() -> ModuleType:

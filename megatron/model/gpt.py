@@ -22,7 +22,8 @@ from torch.utils.checkpoint import checkpoint
 from kerple.attention import DEFAULT_MODE, AttentionMode, Documents, PositionTables
 from kerple.positional import PositionalMethod, build, outermost
 from megatron.model import fused_block
-from megatron.model.attention import KVCache, LayerCache, SelfAttention
+from megatron.model.attention import SelfAttention
+from megatron.model.cache import KVCache, LayerCache
 from megatron.model.layers import make_mlp, make_norm
 from megatron.model.loss import linear_cross_entropy, mean_loss, needs_chunks
 from megatron.model.parallel import (
@@ -32,6 +33,9 @@ from megatron.model.parallel import (
     vocab_embedding,
 )
 from megatron.model.settings import ModelSettings
+
+# What is added to the residual: states [n, e] and a bias [e]. The next norm adds both.
+Update = tuple[Tensor | None, Tensor | None]
 
 
 class TransformerBlock(nn.Module):
@@ -59,15 +63,66 @@ class TransformerBlock(nn.Module):
         tables: PositionTables | None = None,
         documents: Documents | None = None,
     ) -> Tensor:
-        if cache is None and mode == DEFAULT_MODE and fused_block.supports(self, hidden):
-            return fused_block.run_blocks([self], hidden, [tables], documents)
-        attended = self.dropout(
-            self.attention(self.input_layernorm(hidden), cache, mode, tables, documents)
-        )
+        if cache is None and mode == DEFAULT_MODE and self.uses_kernels(hidden):
+            return _run_fused([self], hidden, [tables], documents)
+        normed = self.input_layernorm(hidden)
+        attended = self.dropout(self.attention(normed, cache, mode, tables, documents))
         if self.parallel_residual:
-            return hidden + attended + self.dropout(self.mlp(self.post_attention_layernorm(hidden)))
+            normed = self.post_attention_layernorm(hidden)
+            return hidden + attended + self.dropout(self.mlp(normed))
         hidden = hidden + attended
-        return hidden + self.dropout(self.mlp(self.post_attention_layernorm(hidden)))
+        normed = self.post_attention_layernorm(hidden)
+        return hidden + self.dropout(self.mlp(normed))
+
+    def uses_kernels(self, hidden: Tensor) -> bool:
+        """Whether the functions of `fused_block.py` can compute the block for these states."""
+        if self.attention.decays or not (self.training and torch.is_grad_enabled()):
+            return False
+        weight = cast(Tensor, self.attention.dense.weight)
+        # ZeRO 3 gathers parameters only during the call of their module.
+        is_gathered_late = hasattr(weight, "ds_id")
+        if weight.dtype != hidden.dtype or is_gathered_late or torch.is_autocast_enabled("cuda"):
+            return False
+        return fused_block.uses_kernels(hidden.device, hidden.dtype, hidden.shape[-1])
+
+    def fused(
+        self,
+        hidden: Tensor,
+        update: Update,
+        shape: torch.Size,
+        tables: PositionTables | None,
+        documents: Documents | None,
+    ) -> tuple[Tensor, Update]:
+        """The block with the functions of `fused_block.py`: from the residual `[n, e]` without its
+        last update to the residual and what remains to be added to it. shape: `[b, s, e]`.
+        """
+        attention = self.attention
+        group = tensor_parallel_group(attention.tp)
+        projection, dense = attention.query_key_value, attention.dense
+        hidden, qkv = fused_block.norm_linear(
+            hidden, *update, self.input_layernorm, projection.weight, projection.bias, group
+        )
+        qkv = qkv.view(*shape[:2], -1)  # [b, s, (h + 2 g) d]
+        context = attention.context(qkv, None, DEFAULT_MODE, tables, documents=documents)
+        attended = fused_block.row_linear(context.flatten(0, 1), dense.weight, group)  # [n, e]
+        update = self._dropped(attended, cast("Tensor | None", dense.bias))
+
+        # With parallel residuals, the MLP does not read what attention adds.
+        norm, mlp = self.post_attention_layernorm, self.mlp
+        if self.parallel_residual:
+            hidden, states, bias = fused_block.mlp_update(hidden, None, None, norm, mlp, group)
+            hidden = _added(hidden, *update)
+        else:
+            hidden, states, bias = fused_block.mlp_update(hidden, *update, norm, mlp, group)
+        return hidden, self._dropped(states, bias)
+
+    def _dropped(self, states: Tensor, bias: Tensor | None) -> Update:
+        """An update with the block's dropout, which applies to its bias as well."""
+        if self.dropout.p == 0:
+            return states, bias
+        if bias is not None:
+            states = states + bias
+        return self.dropout(states), None
 
 
 class Embedding(nn.Module):
@@ -95,7 +150,8 @@ class Embedding(nn.Module):
             if documents is None:
                 hidden = self.position_embeddings.embed(hidden, positions)
             else:
-                vectors = self.position_embeddings.embed(torch.zeros_like(hidden[:1]), positions)[0]
+                zeros = torch.zeros_like(hidden[:1])
+                (vectors,) = self.position_embeddings.embed(zeros, positions)  # [s, e]
                 hidden = hidden + F.embedding(documents.positions, vectors)
         return self.dropout(hidden)
 
@@ -150,7 +206,9 @@ class Output(nn.Module):
             )
 
     def forward(self, hidden: Tensor) -> Tensor:
-        return hidden if self.in_loss else self.final_linear(hidden)
+        if self.in_loss:
+            return hidden
+        return self.final_linear(hidden)
 
     def loss(self, hidden: Tensor, labels: Tensor, weights: Tensor | None) -> Tensor:
         """Mean over the tokens of the cross entropy in nats times the weight (default: 1): hidden
@@ -158,16 +216,15 @@ class Output(nn.Module):
         chunks, as are all logits under tensor parallelism (see `loss.py`).
         """
         weight = cast(nn.Parameter, self.final_linear.weight)
-        # Under ZeRO 3 the weight is empty outside of the module's call; `ds_shape` is its full
-        # shape.
+        # The full shape: under ZeRO 3 the weight is empty outside of the module's call.
         vocabulary = getattr(weight, "ds_shape", weight.shape)[0]
-        if self.tp.size == 1 and not needs_chunks(
-            hidden.device, hidden.dtype, labels.numel(), vocabulary
-        ):
+        tokens, on_one_rank = labels.numel(), self.tp.size == 1
+        if on_one_rank and not needs_chunks(hidden.device, hidden.dtype, tokens, vocabulary):
             return mean_loss(self.final_linear(hidden), labels, weights)
-        flat_hidden, flat_labels = hidden.flatten(0, 1), labels.flatten()
-        flat_weights = None if weights is None else weights.flatten()
-        if self.tp.size == 1:
+        flat_hidden, flat_labels, flat_weights = hidden.flatten(0, 1), labels.flatten(), None
+        if weights is not None:
+            flat_weights = weights.flatten()
+        if on_one_rank:
             total = self.final_linear(flat_hidden, flat_labels, flat_weights)
         else:
             total = linear_cross_entropy(
@@ -178,7 +235,7 @@ class Output(nn.Module):
                 first_token=self.tp.rank * len(weight),
                 group=tensor_parallel_group(self.tp),
             )
-        return total / labels.numel()
+        return total / tokens
 
 
 def layer_factories(settings: ModelSettings) -> dict[int, Callable[[], nn.Module]]:
@@ -195,14 +252,14 @@ def layer_factories(settings: ModelSettings) -> dict[int, Callable[[], nn.Module
             methods.append(build(config.pos_emb, shape, **config.positional_options))
         return methods[-1]
 
-    last = config.num_layers
+    def block(layer: int) -> nn.Module:
+        return TransformerBlock(settings, positional(layer), layer)
+
     factories: dict[int, Callable[[], nn.Module]] = {0: lambda: Embedding(settings, positional())}
-    for layer in range(last):
-        factories[layer + 2] = partial(
-            lambda layer: TransformerBlock(settings, positional(layer), layer), layer
-        )
-    factories[last + 3] = lambda: FinalNorm(settings)
-    factories[last + 4] = lambda: Output(settings)
+    for layer in range(config.num_layers):
+        factories[layer + 2] = partial(block, layer)
+    factories[config.num_layers + 3] = lambda: FinalNorm(settings)
+    factories[config.num_layers + 4] = lambda: Output(settings)
     return factories
 
 
@@ -261,10 +318,8 @@ class GPT(nn.Module):
 
     @property
     def blocks(self) -> list[TransformerBlock]:
-        return [
-            cast(TransformerBlock, self.get_submodule(str(2 + i)))
-            for i in range(self.settings.config.num_layers)
-        ]
+        names = map(str, range(2, self.settings.config.num_layers + 2))
+        return [cast(TransformerBlock, self.get_submodule(name)) for name in names]
 
     @property
     def output(self) -> Output:
@@ -284,9 +339,8 @@ class GPT(nn.Module):
         """An empty cache for incremental decoding in a mode; allocates `max_length` tokens at once
         if it is given. With a window, it drops keys that no later query attends to.
         """
-        return KVCache(
-            [mode.span.within(window) for window in self.settings.config.windows], max_length
-        )
+        spans = [mode.span.within(window) for window in self.settings.config.windows]
+        return KVCache(spans, max_length)
 
     def hidden(
         self,
@@ -303,28 +357,26 @@ class GPT(nn.Module):
             documents: the documents of the tokens, without a cache and in the default mode. A token
                 attends only to its own document, in which positions start at 0.
         """
-        start = cache.length if cache is not None else 0
-        hidden = self.embedding(tokens, offset=start, documents=documents)
+        start = 0
+        if cache is not None:
+            start = cache.length
+        hidden = self.embedding(tokens, offset=start, documents=documents)  # [b, s, e]
         blocks = self.blocks
         tables = self.shared_tables(hidden, start + tokens.shape[1], mode)
-        if cache is not None or mode != DEFAULT_MODE:
-            for index, block in enumerate(blocks):
-                hidden = block(
-                    hidden, cache.layers[index] if cache is not None else None, mode, tables[index]
-                )
-        elif self.checkpoint_every and self.training and torch.is_grad_enabled():
-            for first in range(0, len(blocks), self.checkpoint_every):
-                group = slice(first, first + self.checkpoint_every)
-                hidden = checkpoint(
-                    _run_blocks,
-                    blocks[group],
-                    hidden,
-                    tables[group],
-                    documents,
-                    use_reentrant=False,
-                )
+        group_size = self.checkpoint_every
+        if cache is not None:
+            for block, layer_cache, table in zip(blocks, cache.layers, tables, strict=True):
+                hidden = block(hidden, layer_cache, mode, table)
+        elif mode != DEFAULT_MODE:
+            for block, table in zip(blocks, tables, strict=True):
+                hidden = block(hidden, None, mode, table)
+        elif group_size and self.training and torch.is_grad_enabled():
+            for first in range(0, len(blocks), group_size):
+                group = slice(first, first + group_size)
+                arguments = (blocks[group], hidden, tables[group], documents)
+                hidden = checkpoint(run_blocks, *arguments, use_reentrant=False)
         else:
-            hidden = _run_blocks(blocks, hidden, tables, documents)
+            hidden = run_blocks(blocks, hidden, tables, documents)
         return self.get_submodule(str(self.settings.config.num_layers + 3))(hidden)
 
     def shared_tables(
@@ -334,13 +386,13 @@ class GPT(nn.Module):
         them; None: the layer must compute its own, in its call.
         """
         layers = [block.attention for block in self.blocks]
-        method = getattr(layers[0], "rpe", None)
+        separate: list[PositionTables | None] = [None] * len(layers)
+        method = layers[0].rpe
         if method is None or any(layer.rpe is not method for layer in layers):
-            return [None] * len(layers)
+            return separate
+        # ZeRO 3 gathers the method's parameters only during a layer's call.
         if any(hasattr(parameter, "ds_id") for parameter in method.parameters()):
-            return [None] * len(
-                layers
-            )  # ZeRO 3 gathers the method's parameters only during a layer's call
+            return separate
         tables: dict[int | None, PositionTables | None] = {}
         for layer in layers:
             if layer.window not in tables:
@@ -370,14 +422,36 @@ class GPT(nn.Module):
         return self.output.loss(self.hidden(tokens, documents=documents), labels, weights)
 
 
-def _run_blocks(
+def run_blocks(
     blocks: list[TransformerBlock],
     hidden: Tensor,
     tables: Sequence[PositionTables | None],
     documents: Documents | None,
 ) -> Tensor:
-    if all(fused_block.supports(block, hidden) for block in blocks):
-        return fused_block.run_blocks(blocks, hidden, tables, documents)
+    """`[b, s, e] -> [b, s, e]` without a cache, in the default mode; tables: one for each block."""
+    if all(block.uses_kernels(hidden) for block in blocks):
+        return _run_fused(blocks, hidden, tables, documents)
     for block, table in zip(blocks, tables, strict=True):
         hidden = block(hidden, tables=table, documents=documents)
     return hidden
+
+
+def _run_fused(
+    blocks: Sequence[TransformerBlock],
+    hidden: Tensor,
+    tables: Sequence[PositionTables | None],
+    documents: Documents | None,
+) -> Tensor:
+    flat = hidden.flatten(0, 1)  # [n, e]
+    update: Update = (None, None)
+    for block, table in zip(blocks, tables, strict=True):
+        flat, update = block.fused(flat, update, hidden.shape, table, documents)
+    return _added(flat, *update).view(hidden.shape)
+
+
+def _added(hidden: Tensor, states: Tensor | None, bias: Tensor | None) -> Tensor:
+    if states is None:
+        return hidden
+    if bias is not None:
+        states = states + bias
+    return hidden + states

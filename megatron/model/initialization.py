@@ -98,8 +98,10 @@ def initialize(
         for name, method in outermost(layer):
             # A shared method is part of every block. Its generator does not depend on the block, so
             # that every pipeline stage draws the same values.
-            key = (-1, "positional") if method.shared else (index, name)
-            method.reset_parameters(generator_for(seed, *key))
+            generator = generator_for(seed, index, name)
+            if method.shared:
+                generator = generator_for(seed, -1, "positional")
+            method.reset_parameters(generator)
             positional_ids.update(id(parameter) for parameter in method.parameters())
 
         # Biases start at 0, norms at 1, and matrices at random.
@@ -111,9 +113,10 @@ def initialize(
             elif parameter.dim() == 1:
                 parameter.fill_(1.0)
             else:
-                fill = fill_writer if name.endswith(RESIDUAL_WRITERS) else fill_reader
-
                 # Draw the full parameter, and keep this tensor-parallel rank's slice of it.
+                fill, generator = fill_reader, generator_for(seed, index, name)
+                if name.endswith(RESIDUAL_WRITERS):
+                    fill = fill_writer
                 full = torch.empty(full_shape(parameter, settings.tp.size), dtype=torch.float32)
-                fill(full, generator_for(seed, index, name))
+                fill(full, generator)
                 parameter.copy_(slice_for_rank(parameter, full, settings.tp.rank))

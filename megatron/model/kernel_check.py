@@ -1,9 +1,8 @@
-"""The self-check of a model's attention, block and loss kernels on all ranks (see
-`kerple.attention.self_check`).
-"""
+"""The self-check of a model's kernels on all ranks (see `kerple.attention.self_check`)."""
 
 from collections.abc import Callable
 from itertools import chain
+from typing import Any
 
 import torch
 from torch import nn
@@ -44,16 +43,16 @@ def check_kernels(
     the check fails.
     """
     # One of the layers with the same kernels. With `per_layer`, layers have different methods.
-    layers = {}
+    layers: dict[Any, SelfAttention] = {}
+    block: TransformerBlock | None = None
     for module in model.modules():
         if isinstance(module, SelfAttention):
             method = getattr(module.positional, "method", module.positional)
             parameters = tuple(name for name, _ in method.named_parameters())
             layers[type(method), parameters, module.window] = module
+        elif isinstance(module, TransformerBlock):
+            block = module
     layer = next(iter(layers.values()), None)
-    block = next(
-        (module for module in model.modules() if isinstance(module, TransformerBlock)), None
-    )
 
     # The kernels of one attention layer, of a block, and of all attention layers on this rank.
     def check(layer: SelfAttention) -> list[self_check.Verdict]:
@@ -74,24 +73,21 @@ def check_kernels(
         except NotImplementedError as error:
             raise UserError(str(error)) from None
 
-    def check_block() -> str | None:
-        return (
-            fused_block.kernel_failure(block, device, dtype)
-            if training and block is not None
-            else None
-        )
-
-    def check_attention() -> list[self_check.Verdict]:
-        return list(chain.from_iterable(check(layer) for layer in layers.values()))
+    def check_all() -> tuple[list[self_check.Verdict], str | None, str | None]:
+        verdicts = list(chain.from_iterable(map(check, layers.values())))
+        of_loss, of_block = loss.kernel_failure(device, dtype), None
+        if training and block is not None:
+            norm, mlp = block.input_layernorm, block.mlp
+            of_block = fused_block.kernel_failure(norm, mlp, device, dtype)
+        return verdicts, of_loss, of_block
 
     # All ranks decide alike: the first failure on any rank counts.
-    results = run_on_all_ranks(
-        lambda: (check_attention(), loss.kernel_failure(device, dtype), check_block())
-    )
-    for index, (kernels, what) in enumerate(
-        ((loss, "the loss"), (fused_block, "transformer blocks")), start=1
+    of_attention, of_loss, of_blocks = zip(*run_on_all_ranks(check_all), strict=True)
+    for kernels, what, failures in (
+        (loss, "the loss", of_loss),
+        (fused_block, "transformer blocks", of_blocks),
     ):
-        failure = next((rank[index] for rank in results if rank[index] is not None), None)
+        failure = next((failure for failure in failures if failure is not None), None)
         if failure is not None:
             kernels.KERNEL_DEVICES.remove(device.type)  # in this process
             report(
@@ -100,7 +96,7 @@ def check_kernels(
             )
 
     # The attention kernels. Report a failure, or else one of the checks that passed.
-    verdicts = [verdict for rank, *_ in results for verdict in rank]
+    verdicts = list(chain.from_iterable(of_attention))
     failed = next((verdict for verdict in verdicts if verdict.failure is not None), None)
     if verdicts:
         report(str(failed or verdicts[0]))

@@ -55,7 +55,9 @@ def mean_loss(logits: Tensor, labels: Tensor, weights: Tensor | None) -> Tensor:
     1); a scalar.
     """
     losses = token_losses(logits, labels)
-    return losses.mean() if weights is None else (losses * weights).mean()
+    if weights is not None:
+        losses = losses * weights
+    return losses.mean()
 
 
 def needs_chunks(device: torch.device, dtype: torch.dtype, tokens: int, vocabulary: int) -> bool:
@@ -92,7 +94,8 @@ def linear_cross_entropy(
     for all ones. With a process group, `weight` is this rank's slice of the vocabulary, which
     starts at token `first_token`. rows: tokens of a chunk, `chunk_rows` by default.
     """
-    rows = chunk_rows(hidden.device, hidden.dtype, len(weight)) if rows is None else rows
+    if rows is None:
+        rows = chunk_rows(hidden.device, hidden.dtype, len(weight))
     if not torch.is_grad_enabled():  # the function below would compute gradients
         hidden, weight = hidden.detach(), weight.detach()
     return _LinearCrossEntropy.apply(hidden, weight, labels, mask, first_token, group, rows)
@@ -113,26 +116,24 @@ class _LinearCrossEntropy(torch.autograd.Function):
         # Which gradients to compute. The loop fills them, as the logits are not kept for backward.
         hidden_needs_grad, weight_needs_grad = ctx.needs_input_grad[:2]
         needs_grad = hidden_needs_grad or weight_needs_grad
-        cross_entropy = (
-            _kernel_cross_entropy
-            if _uses_kernel(hidden.device, hidden.dtype)
-            else _torch_cross_entropy
-        )
+        cross_entropy = _torch_cross_entropy
+        if _uses_kernel(hidden.device, hidden.dtype):
+            cross_entropy = _kernel_cross_entropy
         losses, hidden_grads = [], []
         weight_grad: Tensor | None = None
+        chunk_mask: Tensor | None = None
         for start in range(0, len(hidden), rows):
-            # The losses of a chunk of tokens; logits_grad reuses the memory of its logits.
-            states = hidden[start : start + rows]
-            chunk_mask = None if mask is None else mask[start : start + rows]
+            # The losses [c] of a chunk. logits_grad [c, v] is in the memory of its logits.
+            chunk = slice(start, start + rows)
+            states, chunk_labels = hidden[chunk], labels[chunk]
+            if mask is not None:
+                chunk_mask = mask[chunk]
             chunk_losses, logits_grad = cross_entropy(
-                states @ weight.T,
-                labels[start : start + rows],
-                chunk_mask,
-                first_token,
-                group,
-                needs_grad,
+                states @ weight.T, chunk_labels, chunk_mask, first_token, group, needs_grad
             )
-            losses.append(chunk_losses if chunk_mask is None else chunk_losses * chunk_mask)
+            if chunk_mask is not None:
+                chunk_losses = chunk_losses * chunk_mask
+            losses.append(chunk_losses)
             if logits_grad is None:
                 continue
 
@@ -145,9 +146,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
             del logits_grad  # before the next chunk's logits are allocated
 
         # Each rank has a slice of the vocabulary, and so a part of the sum over it.
-        hidden_grad = _joined(hidden_grads) if hidden_grads else None
-        if group is not None and hidden_grad is not None:
-            dist.all_reduce(hidden_grad, group=group)
+        hidden_grad: Tensor | None = None
+        if hidden_grads:
+            hidden_grad = _joined(hidden_grads)
+            if group is not None:
+                dist.all_reduce(hidden_grad, group=group)
         ctx.save_for_backward(hidden_grad, weight_grad)
         ctx.weight_dtype = weight.dtype
         return _joined(losses).sum()
@@ -165,22 +168,23 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 def _joined(parts: list[Tensor]) -> Tensor:
     """The concatenation of tensors; a single one is not copied."""
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
+    if len(parts) == 1:
+        return parts[0]
+    return torch.cat(parts)
 
 
 def _add_product(total: Tensor | None, left: Tensor, right: Tensor) -> Tensor:
     """total + left @ right, float32 and in place; total is None for zeros."""
     # `out_dtype` needs an NVIDIA GPU and half-precision inputs.
-    if (
-        left.device.type == "cuda"
-        and left.dtype != torch.float32
-        and _uses_kernel(left.device, left.dtype)
-    ):
+    is_half_on_gpu = left.device.type == "cuda" and left.dtype != torch.float32
+    if is_half_on_gpu and _uses_kernel(left.device, left.dtype):
         if total is None:
             return torch.mm(left, right, out_dtype=torch.float32)
         return torch.addmm(total, left, right, out_dtype=torch.float32, out=total)
     product = left @ right
-    return product.float() if total is None else total.add_(product)
+    if total is None:
+        return product.float()
+    return total.add_(product)
 
 
 def _scaled(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -211,24 +215,31 @@ def _torch_cross_entropy(
     """The losses `[c]` of logits `[c, v]`, and the gradient of mask * loss with respect to the
     logits, if needed.
     """
+    # The label's logit [c]. A label outside this rank's slice is replaced by an arbitrary one in
+    # it, with its contribution zeroed.
     logits = logits.float()
-    # A label outside this rank's slice is replaced by an arbitrary one in it, with its contribution
-    # zeroed.
     local_labels = labels[:, None] - first_token
     is_local = ((local_labels >= 0) & (local_labels < logits.shape[1])).to(logits.dtype)
     local_labels = local_labels.clamp(0, logits.shape[1] - 1)
     label_logits = logits.gather(1, local_labels).mul_(is_local).squeeze(1)
-    maximum = logits.amax(dim=1, keepdim=True)
+
+    # The log-sum-exp [c], whose exponentials overwrite the logits.
+    maximum = logits.amax(dim=1, keepdim=True)  # [c, 1]
     exponentials = logits.sub_(maximum).exp_()
     lse = exponentials.sum(dim=1).log_().add_(maximum.squeeze(1))
     if group is not None:
         lse, label_logits = _merge(lse, label_logits, group)
+    losses = lse - label_logits
     if not needs_grad:
-        return lse - label_logits, None
-    # softmax - one_hot(label), times the mask
-    factors = torch.ones_like(maximum) if mask is None else mask[:, None].to(maximum.dtype)
-    logits_grad = exponentials.mul_((maximum - lse[:, None]).exp_().mul_(factors))
-    return lse - label_logits, logits_grad.scatter_add_(1, local_labels, -is_local * factors)
+        return losses, None
+
+    # The gradient: softmax - one_hot(label), times the mask [c, 1].
+    factors = torch.ones_like(maximum)
+    if mask is not None:
+        factors = mask[:, None].to(maximum.dtype)
+    normalizer = (maximum - lse[:, None]).exp_()
+    logits_grad = exponentials.mul_(normalizer.mul_(factors))
+    return losses, logits_grad.scatter_add_(1, local_labels, -is_local * factors)
 
 
 def _kernel_cross_entropy(
@@ -249,7 +260,10 @@ def _kernel_cross_entropy(
             _launch(
                 logits, labels, mask, lse, label_logits, first_token, merged=True, gradient=True
             )
-    return lse - label_logits, logits if needs_grad else None
+    losses = lse - label_logits
+    if needs_grad:
+        return losses, logits
+    return losses, None
 
 
 def _statistics(
@@ -280,7 +294,9 @@ def _launch(
     from megatron.model import loss_kernel  # it needs Triton
 
     rows, vocabulary = logits.shape
-    labels, mask = labels.contiguous(), None if mask is None else mask.contiguous()
+    labels = labels.contiguous()
+    if mask is not None:
+        mask = mask.contiguous()
     with torch.cuda.device_of(logits):
         loss_kernel.cross_entropy_kernel[(rows,)](
             *(logits, labels, mask, lse, label_logits, vocabulary, first_token),
@@ -304,15 +320,19 @@ def kernel_failure(device: torch.device, dtype: torch.dtype) -> str | None:
     """
     if not _uses_kernel(device, dtype):
         return None
+
+    # Random hidden states [8, 16] and a weight [9200, 16].
     generator = torch.Generator().manual_seed(0)
     with torch.inference_mode(False), torch.enable_grad():
-        values = [torch.randn(size, 16, generator=generator, device="cpu") for size in (8, 9200)]
-        hidden, weight = (
-            value.to(device, dtype).requires_grad_() for value in (values[0], values[1] / 4)
-        )
+        states = torch.randn(8, 16, generator=generator, device="cpu")
+        matrix = torch.randn(9200, 16, generator=generator, device="cpu") / 4
+        hidden = states.to(device, dtype).requires_grad_()
+        weight = matrix.to(device, dtype).requires_grad_()
         labels, mask = 1000 * torch.arange(8, device=device), torch.arange(1, 9, device=device) / 4
         if type(hidden) is not Tensor:  # a FakeTensor has no values
             return None
+
+        # Any error of the compiler or the driver is a failure of the kernel.
         try:
             loss = linear_cross_entropy(hidden, weight, labels, mask, rows=3)
             actual = (loss, *torch.autograd.grad(loss, (hidden, weight)))
@@ -320,13 +340,15 @@ def kernel_failure(device: torch.device, dtype: torch.dtype) -> str | None:
             raise
         except Exception as error:  # a kernel that does not compile, or that the GPU rejects
             return describe(error)
+
+        # The same in float64.
         exact = [leaf.detach().double().requires_grad_() for leaf in (hidden, weight)]
         losses = F.cross_entropy(exact[0] @ exact[1].T, labels, reduction="none")
         loss = (losses * mask).sum()
         expected = (loss, *torch.autograd.grad(loss, exact))
-    errors = {}
-    for name, result, reference in zip(
-        ("result", "hidden states", "weight"), actual, expected, strict=True
-    ):
+
+    # Relative errors, in the 2-norm.
+    errors, names = {}, ("result", "hidden states", "weight")
+    for name, result, reference in zip(names, actual, expected, strict=True):
         errors[name] = ((result.double() - reference).norm() / reference.norm()).item()
     return wrong_result(errors, dtype)

@@ -43,6 +43,11 @@ def _identity(hidden: Tensor) -> Tensor:
     return hidden
 
 
+def _mark_replicated(parameter: nn.Parameter, replicated: bool) -> None:
+    """DeepSpeed counts a replicated parameter only once in the gradient norm."""
+    parameter.ds_pipe_replicated = replicated  # type: ignore[attr-defined]
+
+
 class GPTPipeline(PipelineModule):
     """This rank's stage of the model.
 
@@ -63,14 +68,17 @@ class GPTPipeline(PipelineModule):
         """topology: a DeepSpeed PipeModelDataParallelTopology. partition_method: DeepSpeed's, such
         as "parameters" or "type:TransformerBlock". checkpoint_every: as for `GPT`.
         """
+        # The type of a layer is what partition_method "type:TransformerBlock" counts.
         factories, num_layers = layer_factories(settings), settings.config.num_layers
-        specs: list[object] = []
-        for index in range(num_layers + 5):
-            if index not in factories:
-                specs.append(_identity)
-                continue
-            layer_type = TransformerBlock if 2 <= index < num_layers + 2 else nn.Module
-            specs.append(_FactorySpec(f"layer {index}", layer_type, factories[index]))
+        specs: list[object] = [_identity] * (num_layers + 5)
+        for index, factory in factories.items():
+            layer_type: type[nn.Module] = nn.Module
+            if 2 <= index < num_layers + 2:
+                layer_type = TransformerBlock
+            specs[index] = _FactorySpec(f"layer {index}", layer_type, factory)
+        recomputed = None
+        if checkpoint_every == 1:
+            recomputed = [TransformerBlock.__name__]
         self.settings = settings
         self._documents: Documents | None = None  # of the last inputs
         super().__init__(
@@ -80,7 +88,7 @@ class GPTPipeline(PipelineModule):
             partition_method=partition_method,
             activation_checkpoint_interval=checkpoint_every,
             activation_checkpoint_func=partial(checkpoint, use_reentrant=False),
-            checkpointable_layers=[TransformerBlock.__name__] if checkpoint_every == 1 else None,
+            checkpointable_layers=recomputed,
         )
         if self.output is not None:
             self.output.in_loss = True
@@ -110,7 +118,9 @@ class GPTPipeline(PipelineModule):
     def _append_ids(
         self, layer: nn.Module, inputs: Any, options: dict[str, Any], states: Tensor
     ) -> Any:
-        return (states, options["documents"].ids) if "documents" in options else None
+        if "documents" not in options:
+            return None
+        return states, options["documents"].ids
 
     @property
     def output(self) -> Output | None:
@@ -152,37 +162,37 @@ class GPTPipeline(PipelineModule):
         """This stage's shared parameters, each with the group that sums its gradients."""
         if self.num_stages == 1:
             return []
+        # The parameters of a positional method that the blocks share.
         pipe_group = self._grid.get_pipe_parallel_group()
         layers = self.layers()
         parameters: list[nn.Parameter] = []
         for method in positional_methods(layers).values():
             if method.shared and "embed" not in method.hooks:
                 parameters.extend(method.parameters())
+
         # A stage with only the final norm or the output has no block, so it has no copy and is not
         # in the group.
         counts = [0] * self.num_stages
         dist.all_gather_object(counts, len(parameters), group=pipe_group)
         block_stages = [stage for stage, count in enumerate(counts) if count]
-        group = pipe_group if len(set(counts)) == 1 else self._group_of_stages(block_stages)
+        group = pipe_group
+        if len(set(counts)) > 1:
+            group = self._group_of_stages(block_stages)
         for parameter in parameters:
-            # DeepSpeed counts a replicated parameter only once in the gradient norm.
-            self._mark_replicated(parameter, self.stage_id != block_stages[0])
+            _mark_replicated(parameter, self.stage_id != block_stages[0])
         shared = [(parameter, group) for parameter in parameters]
+
+        # The embedding, which is also the weight of a tied output.
         if not self.settings.config.no_weight_tying:
             group = self._group_of_stages([0, self.num_stages - 1])
             if 0 in layers:
-                shared.append(
-                    (cast(Embedding, layers[0]).word_embeddings.get_parameter("weight"), group)
-                )
+                embedding = cast(Embedding, layers[0]).word_embeddings
+                shared.append((embedding.get_parameter("weight"), group))
             elif self.output is not None:
                 weight = self.output.final_linear.get_parameter("weight")
-                self._mark_replicated(weight, True)
+                _mark_replicated(weight, True)
                 shared.append((weight, group))
         return shared
-
-    @staticmethod
-    def _mark_replicated(parameter: nn.Parameter, replicated: bool) -> None:
-        parameter.ds_pipe_replicated = replicated  # type: ignore[attr-defined]  # DeepSpeed reads this attribute
 
     def _group_of_stages(self, stages: list[int]) -> dist.ProcessGroup | None:
         """The process group of these stages for this rank's data-parallel and tensor-parallel

@@ -72,10 +72,12 @@ def _build_adam(groups: Groups, params: Mapping[str, Any]) -> tuple[Optimizer, s
                 "optimizer.params.apex: NVIDIA apex is not installed. Build it from source (`apex` "
                 "on PyPI is an unrelated package), or remove this key to use PyTorch's fused Adam"
             ) from error
-        return FusedAdam(
-            groups, adam_w_mode=params["adam_w_mode"], lr=lr, betas=betas, eps=eps
-        ), "apex FusedAdam"
-    optimizer_class = torch.optim.AdamW if params["adam_w_mode"] else torch.optim.Adam
+        decoupled = params["adam_w_mode"]
+        optimizer = FusedAdam(groups, adam_w_mode=decoupled, lr=lr, betas=betas, eps=eps)
+        return optimizer, "apex FusedAdam"
+    optimizer_class: Any = torch.optim.Adam
+    if params["adam_w_mode"]:
+        optimizer_class = torch.optim.AdamW
     optimizer = optimizer_class(groups, lr=lr, betas=betas, eps=eps, fused=True)
     return optimizer, f"torch {optimizer_class.__name__}, fused"
 
@@ -85,9 +87,8 @@ def _build_lion(groups: Groups, params: Mapping[str, Any]) -> tuple[Optimizer, s
     from lion_pytorch import Lion
 
     # The library rejects lr=0 as an argument, but not in a group.
-    return Lion(
-        [{**group, "lr": params["lr"]} for group in groups], betas=params["betas"]
-    ), "lion-pytorch Lion"
+    groups = [{**group, "lr": params["lr"]} for group in groups]
+    return Lion(groups, betas=params["betas"]), "lion-pytorch Lion"
 
 
 def _build_sgd(groups: Groups, params: Mapping[str, Any]) -> tuple[Optimizer, str]:
@@ -98,7 +99,10 @@ def _build_sgd(groups: Groups, params: Mapping[str, Any]) -> tuple[Optimizer, st
     # Not fused: if the first step is skipped, the fused implementation leaves the momentum
     # uninitialized.
     optimizer = torch.optim.SGD(groups, lr=params["lr"], momentum=momentum, nesterov=nesterov)
-    return optimizer, f"torch SGD, momentum {momentum:g}{' (Nesterov)' if nesterov else ''}"
+    description = f"torch SGD, momentum {momentum:g}"
+    if nesterov:
+        description += " (Nesterov)"
+    return optimizer, description
 
 
 def _build_muon(groups: Groups, params: Mapping[str, Any]) -> tuple[Optimizer, str]:
@@ -186,7 +190,9 @@ OPTIMIZERS: dict[OptimizerName, OptimizerSpec] = {
 
 def optimizer_setting(name: OptimizerName) -> str:
     """The key and value that select an optimizer, for messages."""
-    return "use_bnb_optimizer" if name == "adam8bit" else f"optimizer.type {name}"
+    if name == "adam8bit":
+        return "use_bnb_optimizer"
+    return f"optimizer.type {name}"
 
 
 def build_optimizer(

@@ -50,11 +50,9 @@ class Fragment:
         fragments.
         """
         flat = state.detach().view(-1)
-        return (
-            flat
-            if flat.numel() != self.key.numel()
-            else flat.narrow(0, self.offset, self.master.numel())
-        )
+        if flat.numel() != self.key.numel():
+            return flat
+        return flat.narrow(0, self.offset, self.master.numel())
 
     def gradient(self) -> Tensor:
         """The fragment of the gradient of `key`, flattened."""
@@ -99,11 +97,9 @@ class _Parameter:
     @property
     def slices(self) -> int:
         """Number of tensor-parallel slices."""
-        return (
-            1
-            if self.first.split_dim is None
-            else 1 + max(piece.tensor_rank for piece in self.pieces.values())
-        )
+        if self.first.split_dim is None:
+            return 1
+        return 1 + max(piece.tensor_rank for piece in self.pieces.values())
 
     @property
     def shape(self) -> torch.Size:
@@ -151,10 +147,9 @@ class WholeParameterOptimizer(Optimizer):
         group: the ranks that together have one copy of the weights; None if it is this rank alone.
         """
         # The ranks that together have the parameters, and what DeepSpeed calls the tensors here.
-        self._group = group
-        self._rank, self._size = (
-            (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
-        )
+        self._group, self._rank, self._size = group, 0, 1
+        if group is not None:
+            self._rank, self._size = dist.get_rank(group), dist.get_world_size(group)
         self._device = tensors[0].device
         self._numbers = {id(tensor): number for number, tensor in enumerate(tensors)}
 
@@ -173,7 +168,9 @@ class WholeParameterOptimizer(Optimizer):
         copies: dict[tuple[str, int | None], dict[int, _Piece]] = {}
         for rank, pieces in enumerate(gathered):
             for piece in pieces:
-                copy = piece.tensor_rank if piece.split_dim is None else None
+                copy = None
+                if piece.split_dim is None:
+                    copy = piece.tensor_rank
                 copies.setdefault((piece.name, copy), {})[rank] = piece
 
         # The rank with the largest piece owns a parameter. Ties go to the rank that owns the least.
@@ -181,28 +178,28 @@ class WholeParameterOptimizer(Optimizer):
         owned = [0] * self._size  # elements
         for (name, _), by_rank in copies.items():
             largest = max(piece.size for piece in by_rank.values())
-            owner = min(
-                (rank for rank, piece in by_rank.items() if piece.size == largest),
-                key=owned.__getitem__,
-            )
-            fragment = fragments[name] if self._rank in by_rank else None
+            candidates = [rank for rank, piece in by_rank.items() if piece.size == largest]
+            owner = min(candidates, key=owned.__getitem__)
+            fragment = None
+            if self._rank in by_rank:
+                fragment = fragments[name]
             parameter = _Parameter(by_rank, owner, fragment)
             owned[owner] += parameter.shape.numel()
 
             # A parameter that lies on its owner alone is updated in place.
             if owner == self._rank and fragment is not None:
-                is_whole = len(by_rank) == 1
-                master, shape = fragment.master, parameter.shape
-                parameter.weight = master.view(shape) if is_whole else _placeholder(master, shape)
+                if len(by_rank) == 1:
+                    parameter.weight = fragment.master.view(parameter.shape)
+                else:
+                    parameter.weight = _placeholder(fragment.master, parameter.shape)
                 inner_groups[id(fragment.group)]["params"].append(parameter.weight)
             self._parameters.append(parameter)
 
     @property
     def num_exchanged(self) -> int:
         """Elements that the ranks of `group` exchange in each step."""
-        return sum(
-            parameter.shape.numel() for parameter in self._parameters if len(parameter.pieces) > 1
-        )
+        split = [parameter for parameter in self._parameters if len(parameter.pieces) > 1]
+        return sum(parameter.shape.numel() for parameter in split)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
@@ -211,25 +208,25 @@ class WholeParameterOptimizer(Optimizer):
         """
         for outer, inner in self._groups:
             inner.update({name: value for name, value in outer.items() if name != "params"})
-        # ZeRO calls this once for each group of parameters.
-        tensors = [
-            tensor
-            for group in self.param_groups
-            for tensor in group["params"]
-            if tensor.grad is not None
-        ]
-        numbers = {self._numbers.get(id(tensor)) for tensor in tensors}
-        parameters = [
-            parameter for parameter in self._parameters if parameter.first.tensor_number in numbers
-        ]
-        whole = [parameter for parameter in parameters if len(parameter.pieces) == 1]
-        for parameter in whole:
-            if parameter.weight is not None and parameter.fragment is not None:
-                parameter.weight.grad = parameter.fragment.gradient().view(parameter.shape)
+
+        # The parameters in tensors with gradients: ZeRO calls this once for each group of them.
+        numbers: set[int | None] = set()
+        for group in self.param_groups:
+            for tensor in group["params"]:
+                if tensor.grad is not None:
+                    numbers.add(self._numbers.get(id(tensor)))
+        parameters = [each for each in self._parameters if each.first.tensor_number in numbers]
+
+        # Those that lie on one rank are updated in place, the others in batches.
+        whole: list[Tensor] = []
+        for parameter in parameters:
+            weight, fragment = parameter.weight, parameter.fragment
+            if len(parameter.pieces) == 1 and weight is not None and fragment is not None:
+                weight.grad = fragment.gradient().view(parameter.shape)
+                whole.append(weight)
         self.inner.step()
-        for parameter in whole:
-            if parameter.weight is not None:
-                parameter.weight.grad = None
+        for weight in whole:
+            weight.grad = None
         for batch in _batches(parameters):
             self._update_split(batch)
 
@@ -251,26 +248,23 @@ class WholeParameterOptimizer(Optimizer):
         with_weights: gather the weights of split parameters, which is a collective of `group`.
         Otherwise only the size of their `master` is defined.
         """
-        weights = {
-            id(parameter): parameter.weight
-            for parameter in self._parameters
-            if parameter.weight is not None
-        }
-        for batch in _batches(self._parameters) if with_weights else ():
-            mine = [parameter for parameter in batch if parameter.weight is not None]
-            for parameter, weight in zip(
-                mine, self._to_owners(batch, lambda part: part.master), strict=True
-            ):
-                weights[id(parameter)] = weight
+        # Id of a split parameter -> its weights.
+        gathered: dict[int, Tensor] = {}
+        if with_weights:
+            for batch in _batches(self._parameters):
+                mine = [parameter for parameter in batch if parameter.weight is not None]
+                weights = self._to_owners(batch, lambda fragment: fragment.master)
+                gathered.update(zip(map(id, mine), weights, strict=True))
+
+        # Each parameter as one fragment.
         inner_groups = {id(outer): inner for outer, inner in self._groups}
         fragments = {}
         for parameter in self._parameters:
-            if parameter.weight is not None and parameter.fragment is not None:
-                group, master = (
-                    inner_groups[id(parameter.fragment.group)],
-                    weights[id(parameter)].view(-1),
-                )
-                whole = Fragment(parameter.shape, 0, master, group, parameter.weight, 0)
+            weight = parameter.weight
+            if weight is not None and parameter.fragment is not None:
+                group = inner_groups[id(parameter.fragment.group)]
+                master = gathered.get(id(parameter), weight).view(-1)
+                whole = Fragment(parameter.shape, 0, master, group, weight, 0)
                 fragments[parameter.first.name] = whole
         return fragments
 
@@ -295,10 +289,10 @@ class WholeParameterOptimizer(Optimizer):
                 slices = torch.empty(parameter.slices, *parameter.first.shape, device=self._device)
                 for rank, view in _views(parameter, slices):
                     view.copy_(next(received[rank]))
-                dim = parameter.first.split_dim or 0
-                tensors.append(
-                    torch.cat(slices.unbind(), dim) if parameter.slices > 1 else slices[0]
-                )
+                if parameter.slices == 1:
+                    tensors.append(slices[0])
+                else:
+                    tensors.append(torch.cat(slices.unbind(), parameter.first.split_dim or 0))
         return tensors
 
     def _from_owners(self, batch: Sequence[_Parameter]) -> None:
@@ -320,21 +314,16 @@ class WholeParameterOptimizer(Optimizer):
 
     def _exchange(self, sent: list[list[Tensor]], sizes: list[list[int]]) -> list[Iterator[Tensor]]:
         """Send flat tensors to each rank, and receive tensors of the given sizes from each rank."""
-        outgoing = torch.cat(
-            [torch.empty(0, device=self._device), *(tensor for row in sent for tensor in row)]
-        )
+        parts, sent_totals = [torch.empty(0, device=self._device)], []
+        for tensors in sent:
+            parts += tensors
+            sent_totals.append(sum(tensor.numel() for tensor in tensors))
         totals = [sum(row) for row in sizes]
         incoming = torch.empty(sum(totals), device=self._device)
-        dist.all_to_all_single(
-            incoming,
-            outgoing,
-            totals,
-            [sum(tensor.numel() for tensor in row) for row in sent],
-            group=self._group,
-        )
-        return [
-            iter(part.split(row)) for part, row in zip(incoming.split(totals), sizes, strict=True)
-        ]
+        outgoing = torch.cat(parts)
+        dist.all_to_all_single(incoming, outgoing, totals, sent_totals, group=self._group)
+        by_rank = zip(incoming.split(totals), sizes, strict=True)
+        return [iter(part.split(row)) for part, row in by_rank]
 
 
 def _placeholder(like: Tensor, shape: torch.Size) -> Tensor:
@@ -343,12 +332,12 @@ def _placeholder(like: Tensor, shape: torch.Size) -> Tensor:
 
 
 def _views(parameter: _Parameter, slices: Tensor) -> Iterator[tuple[int, Tensor]]:
-    """Group rank and flat view of its piece in `slices`, [tensor-parallel rank, *shape
-    of a slice].
-    """
+    """Group rank and flat view of its piece in `slices`, [tensor-parallel rank, *shape]."""
     flat = slices.view(len(slices), -1)
     for rank, piece in parameter.pieces.items():
-        row = 0 if piece.split_dim is None else piece.tensor_rank
+        row = 0
+        if piece.split_dim is not None:
+            row = piece.tensor_rank
         yield rank, flat[row].narrow(0, piece.start, piece.size)
 
 

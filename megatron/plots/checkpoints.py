@@ -23,8 +23,9 @@ from kerple.positional import Chunk, method_class
 from kerple.positional.dape import Adaptive
 from kerple.positional.fire import Fire
 from megatron.checkpoint.configuration import checkpoint_config
-from megatron.checkpoint.directory import find_step, looks_like_checkpoint, weights_fingerprint
+from megatron.checkpoint.directory import find_step, looks_like_checkpoint
 from megatron.checkpoint.inspection import positional_methods
+from megatron.checkpoint.manifest import weights_fingerprint
 from megatron.convert.hub import local_checkpoint
 from megatron.data.streams import evaluation_stream
 from megatron.evaluation.metrics.effective_length import LIMIT

@@ -20,14 +20,8 @@ from pydantic import TypeAdapter
 from typing_extensions import NotRequired, TypedDict
 
 from megatron.checkpoint.configuration import evaluated_method
-from megatron.checkpoint.directory import (
-    find_damage,
-    find_step,
-    has_checkpoint,
-    iteration_of,
-    tag_for,
-    weights_fingerprint,
-)
+from megatron.checkpoint.directory import find_step, has_checkpoint, iteration_of, tag_for
+from megatron.checkpoint.manifest import find_damage, weights_fingerprint
 from megatron.config import Config, UserError
 from megatron.config.schema.output import LoggingConfig
 from megatron.config.yaml_files import read_file as read_yaml

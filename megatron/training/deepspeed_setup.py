@@ -17,6 +17,7 @@ import torch.distributed as dist
 from deepspeed import PipelineEngine
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime import bf16_optimizer
+from deepspeed.runtime import engine as deepspeed_engine
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError
 from deepspeed.runtime.engine import DeepSpeedEngine
@@ -62,28 +63,35 @@ class PatchedEngine(DeepSpeedEngine):
     """DeepSpeed's engine for a model that is not a pipeline."""
 
     def __init__(self, *args: Any, **keywords: Any) -> None:
-        """Take the arguments of DeepSpeedEngine. Replace DeepSpeed's optimizers with
-        `PatchedBF16Optimizer` or `DeviceOnlyBF16Optimizer`, and `PatchedZeroOptimizer`.
+        """Take the arguments of DeepSpeedEngine."""
+        super().__init__(*args, **keywords)
+        if getattr(self.basic_optimizer, "_step_supports_amp_scaling", False):
+            adam = sys.modules["torch.optim.adam"]
+            check_parameters("torch", adam, "adam", "grad_scale", "found_inf")
+
+    def _configure_bf16_optimizer(self, optimizer: Any) -> Any:
+        """Build `PatchedBF16Optimizer` or `DeviceOnlyBF16Optimizer`.
 
         Upstream: BF16_Optimizer's constructor prints memory reports and runs the garbage collector
             for each of them.
         """
-        with patch.object(bf16_optimizer, "see_memory_usage"):
-            super().__init__(*args, **keywords)
-        optimizer = self.optimizer
-        on_device = getattr(self.basic_optimizer, "_step_supports_amp_scaling", False)
-        if on_device:
-            check_parameters(
-                "torch", sys.modules["torch.optim.adam"], "adam", "grad_scale", "found_inf"
-            )
-        if type(optimizer) is BF16_Optimizer:
-            optimizer.__class__ = DeviceOnlyBF16Optimizer if on_device else PatchedBF16Optimizer
-        elif (
-            type(optimizer) is DeepSpeedZeroOptimizer
-            and optimizer.compute_grad_norm
-            and not optimizer.cpu_offload
+        optimizer_class = PatchedBF16Optimizer
+        if getattr(optimizer, "_step_supports_amp_scaling", False):
+            optimizer_class = DeviceOnlyBF16Optimizer
+        with (
+            patch.object(bf16_optimizer, "see_memory_usage"),
+            patch.object(deepspeed_engine, "BF16_Optimizer", optimizer_class),
         ):
-            optimizer.__class__ = PatchedZeroOptimizer
+            return super()._configure_bf16_optimizer(optimizer)
+
+    def _configure_zero_optimizer(self, optimizer: Any) -> Any:
+        """Build `PatchedZeroOptimizer`, unless the state is offloaded or there is no norm."""
+        offload = self.zero_offload_optimizer()
+        is_offloaded = offload is not None and offload.device != "none"
+        if is_offloaded or not self.zero_compute_grad_norm():
+            return super()._configure_zero_optimizer(optimizer)
+        with patch.object(deepspeed_engine, "DeepSpeedZeroOptimizer", PatchedZeroOptimizer):
+            return super()._configure_zero_optimizer(optimizer)
 
     def _do_sanity_check(self) -> None:
         """Allow fp16 on a CPU.
@@ -121,18 +129,21 @@ class PatchedEngine(DeepSpeedEngine):
         model-parallel rank 0, which in a pipeline are those of the first stage, and discards the
         norm; the step is not skipped. The ZeRO and bf16 optimizers do none of this.
         """
-        tensor_rank = self.mpu.get_slice_parallel_rank() if self.mpu is not None else 0
+        # All gradients, and those that count: each parameter of the whole model once.
+        tensor_rank = 0
+        if self.mpu is not None:
+            tensor_rank = self.mpu.get_slice_parallel_rank()
         gradients, counted = [], []
         for parameter in self.module.parameters():
             if parameter.grad is None:
                 continue
             gradients.append(parameter.grad)
-            is_copy = getattr(parameter, "ds_pipe_replicated", False) or (
-                tensor_rank > 0 and not getattr(parameter, "tensor_model_parallel", False)
-            )
-            if not is_copy:
+            is_slice = tensor_rank == 0 or getattr(parameter, "tensor_model_parallel", False)
+            if is_slice and not getattr(parameter, "ds_pipe_replicated", False):
                 counted.append(parameter.grad)
         norm = self._global_grad_norm = global_norm(counted, self.mpu)
+
+        # Without found_inf, the host decides.
         overflow = ~torch.isfinite(norm)
         if getattr(self.basic_optimizer, "_step_supports_amp_scaling", False):
             self.basic_optimizer.found_inf = overflow.float()
@@ -159,8 +170,7 @@ class PatchedBF16Optimizer(BF16_Optimizer):
         """Nothing: `update_hp_grads` has freed the bf16 gradients.
 
         Upstream: sets them to zero when the backward pass reaches the output of the last stage of a
-            pipeline, which
-        discards the gradients of the output layer: it is part of the loss.
+            pipeline, which discards the gradients of the output layer: it is part of the loss.
         """
 
     @torch.no_grad()
@@ -170,17 +180,16 @@ class PatchedBF16Optimizer(BF16_Optimizer):
         torch launches one kernel for many tensors in `_foreach_copy_`, but one kernel per tensor in
         `_foreach_add_`, because the dtypes differ.
         """
-        for parameters, gradients, received in zip(
-            self.bf16_groups,
-            self.fp32_groups_gradients,
-            self.fp32_groups_has_gradients,
-            strict=True,
-        ):
+        groups = (self.bf16_groups, self.fp32_groups_gradients, self.fp32_groups_has_gradients)
+        for parameters, gradients, received in zip(*groups, strict=True):
+            # (fp32 gradients, bf16 gradients) of this step's first micro-batch, and of later ones.
             first: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
             later: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
             for index, (parameter, gradient) in enumerate(zip(parameters, gradients, strict=True)):
                 if parameter.grad is not None:
-                    total, added = later if received[index] else first
+                    total, added = first
+                    if received[index]:
+                        total, added = later
                     total.append(gradient)
                     added.append(parameter.grad.view(-1))
                     parameter.grad = None
@@ -215,12 +224,10 @@ class DeviceOnlyBF16Optimizer(PatchedBF16Optimizer):
         overflow = ~torch.isfinite(norm)
         self._global_grad_norm = norm.masked_fill(overflow, float("inf"))
         if self.clip_grad > 0:
-            self.optimizer.grad_scale = ((norm + 1e-6) / self.clip_grad).clamp(
-                min=1.0
-            )  # divides the gradients
-        for master, gradient in zip(
-            self.fp32_groups_flat_partition, self.fp32_groups_gradient_flat_partition, strict=True
-        ):
+            divisor = (norm + 1e-6) / self.clip_grad
+            self.optimizer.grad_scale = divisor.clamp(min=1.0)
+        partitions = (self.fp32_groups_flat_partition, self.fp32_groups_gradient_flat_partition)
+        for master, gradient in zip(*partitions, strict=True):
             master.grad = gradient
         self.optimizer.found_inf = overflow.float()
         self.optimizer.step()
@@ -269,7 +276,8 @@ class PatchedZeroOptimizer(DeepSpeedZeroOptimizer):
                 counted.append(gradient)
         if not counted:
             return torch.zeros((), device=self.device)
-        return torch.stack(torch._foreach_norm(counted, 2, torch.float32)).square().sum()
+        norms = torch.stack(torch._foreach_norm(counted, 2, torch.float32))
+        return norms.square().sum()
 
     def scaled_global_norm(self, norm_type: int = 2) -> torch.Tensor:
         """The norm of all groups on all ranks, times the loss scale, on the CPU, which is the only
@@ -285,7 +293,9 @@ class PatchedZeroOptimizer(DeepSpeedZeroOptimizer):
         dist.all_reduce(squared, group=self.dp_process_group)
         self._model_parallel_all_reduce(tensor=squared, op=deepspeed.comm.ReduceOp.SUM)
         norm = squared.sqrt().cpu()
-        return norm if torch.isfinite(norm) else norm.new_tensor(torch.inf)
+        if torch.isfinite(norm):
+            return norm
+        return norm.new_tensor(torch.inf)
 
 
 def deepspeed_dict(config: Config, data_parallel_size: int) -> dict[str, Any]:
@@ -297,13 +307,14 @@ def deepspeed_dict(config: Config, data_parallel_size: int) -> dict[str, Any]:
     # Batch sizes, clipping, logging and ZeRO have the same meaning as in DeepSpeed.
     micro_batch, accumulation, global_batch = config.batch.resolve(data_parallel_size)
     precision, optimizer = config.precision, config.optimizer
-    zero = {
-        name: value for name, value in optimizer.zero.items() if name != "cpu_offload"
-    }  # which is false
+    zero = dict(optimizer.zero)
+    zero.pop("cpu_offload", None)  # which is false
 
     # In half precision, stage 1 does the arithmetic of stage 0 on flat tensors instead of parameter
     # by parameter.
-    stage = 1 if optimizer.zero_stage == 0 and precision.dtype != "fp32" else optimizer.zero_stage
+    stage = optimizer.zero_stage
+    if stage == 0 and precision.dtype != "fp32":
+        stage = 1
     settings: dict[str, Any] = {
         **config.parallel.deepspeed_extra_args,
         "train_batch_size": global_batch,
@@ -320,9 +331,8 @@ def deepspeed_dict(config: Config, data_parallel_size: int) -> dict[str, Any]:
 
     # Keys that depend on others. Absent keys leave DeepSpeed's defaults.
     if stage == 0 and not optimizer.gradient_clipping:
-        settings["gradient_clipping"] = float(
-            "inf"
-        )  # no clipping, but DeepSpeed still computes the norm for the log
+        # No clipping, but DeepSpeed still computes the norm for the log.
+        settings["gradient_clipping"] = float("inf")
     if precision.dtype == "fp16":
         settings["fp16"] = {
             "enabled": True,
@@ -372,11 +382,10 @@ def check_deepspeed(config: Config, data_parallel_size: int) -> None:
     known = {*fields, *(field.alias for field in fields.values() if field.alias)}
     for name in config.optimizer.zero:
         if name not in known:
-            nearest = ", ".join(difflib.get_close_matches(name, sorted(known), n=3, cutoff=0.0))
+            nearest = difflib.get_close_matches(name, sorted(known), n=3, cutoff=0.0)
             raise UserError(
                 f'"zero_optimization.{shortened(name)}" is not a known key of DeepSpeed; nearest: '
-                f"{nearest} "
-                "(all keys: https://www.deepspeed.ai/docs/config-json/)"
+                f"{', '.join(nearest)} (all keys: https://www.deepspeed.ai/docs/config-json/)"
             )
     grid = SimpleNamespace(get_data_parallel_world_size=lambda: data_parallel_size)
     deepspeed_config(deepspeed_dict(config, data_parallel_size), grid)
@@ -384,13 +393,19 @@ def check_deepspeed(config: Config, data_parallel_size: int) -> None:
 
 def deepspeed_curriculum(config: Config) -> dict[str, Any]:
     """The configuration of DeepSpeed's CurriculumScheduler, which counts steps from 1."""
-    curriculum = config.curriculum
-    names = ("difficulty", "max_step", "total_curriculum_step", "difficulty_step", "root_degree")
+    curriculum, options = config.curriculum, {}
+    for name in (
+        "difficulty",
+        "max_step",
+        "total_curriculum_step",
+        "difficulty_step",
+        "root_degree",
+    ):
+        if (value := getattr(curriculum, name)) is not None:
+            options[name] = value
     return {
         "min_difficulty": curriculum.min_difficulty,
         "max_difficulty": curriculum.max_difficulty,
         "schedule_type": curriculum.schedule_type,
-        "schedule_config": {
-            name: value for name in names if (value := getattr(curriculum, name)) is not None
-        },
+        "schedule_config": options,
     }

@@ -48,10 +48,12 @@ def initialize(config: Config) -> Layout:
 
     # The backend: a configuration for GPUs also runs on a CPU.
     disable_shared_memory_collectives()
-    backend = config.parallel.distributed_backend or ("nccl" if on_gpu else "gloo")
-    if backend == "nccl" and not on_gpu:
+    backend, device_name = config.parallel.distributed_backend or "nccl", "cpu"
+    if on_gpu:
+        device_name = get_accelerator().device_name(local_rank)
+    elif backend == "nccl":
         backend = "gloo"
-        if int(os.environ.get("RANK", "0")) == 0:
+        if config.parallel.distributed_backend and int(os.environ.get("RANK", "0")) == 0:
             print(
                 "distributed-backend: nccl requires a GPU, but this run is on the CPU; using gloo",
                 flush=True,
@@ -60,9 +62,8 @@ def initialize(config: Config) -> Layout:
     # Without a launcher, this process is a group of its own.
     if not dist.is_initialized():
         world_size = int(os.environ.get("WORLD_SIZE", "1"))
-        missing = [
-            name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ
-        ]
+        required = ("RANK", "MASTER_ADDR", "MASTER_PORT")
+        missing = [name for name in required if name not in os.environ]
         if missing and world_size > 1:
             raise UserError(
                 f"WORLD_SIZE is {world_size}, but {', '.join(missing)} is not set; set all "
@@ -89,10 +90,8 @@ def initialize(config: Config) -> Layout:
     # Divide the ranks among pipeline stages, replicas and tensor parallelism.
     rank, world_size = dist.get_rank(), dist.get_world_size()
     data_size = config.parallel.data_parallel_size(world_size)
-    pipeline_size, tensor_size = (
-        max(1, config.parallel.pipe_parallel_size),
-        config.parallel.model_parallel_size,
-    )
+    pipeline_size = max(1, config.parallel.pipe_parallel_size)
+    tensor_size = config.parallel.model_parallel_size
     if not parallel_state.model_parallel_is_initialized():
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=tensor_size, pipeline_model_parallel_size=pipeline_size
@@ -108,7 +107,7 @@ def initialize(config: Config) -> Layout:
         stage=rank // (data_size * tensor_size),
         data_rank=rank // tensor_size % data_size,
         tensor_rank=rank % tensor_size,
-        device=torch.device(get_accelerator().device_name(local_rank) if on_gpu else "cpu"),
+        device=torch.device(device_name),
     )
 
 
@@ -164,21 +163,20 @@ class DistributedSignalHandler:
         self.received: int | None = None
         self._stopped_by_other_rank = False
         # LAUNCHER_PID: set by megatron/launcher/node.py.
-        self._repeatable = (
-            signal.SIGHUP,
-            *((signal.SIGTERM,) if "LAUNCHER_PID" in os.environ else ()),
-        )
+        self._repeatable = [signal.SIGHUP]
+        if "LAUNCHER_PID" in os.environ:
+            self._repeatable.append(signal.SIGTERM)
         # A CPU process group: with NCCL, every rank would wait for its GPU after each iteration.
-        needs_group = dist.get_world_size() > 1 and dist.get_backend() == "nccl"
-        self._group = dist.new_group(backend="gloo") if needs_group else None
+        self._group = None
+        if dist.get_world_size() > 1 and dist.get_backend() == "nccl":
+            self._group = dist.new_group(backend="gloo")
         self._previous: dict[int, Callable[[int, FrameType | None], Any] | int | None] = {}
 
     def __enter__(self) -> "DistributedSignalHandler":
         nohup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
         numbers = [signal.SIGTERM, signal.SIGINT] + [signal.SIGHUP] * (not nohup)
-        if (
-            signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL
-        ):  # otherwise the launcher's signal, see `follow_launcher`
+        # SIGUSR1 may be the launcher's signal, see `follow_launcher`.
+        if signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL:
             numbers.append(signal.SIGUSR1)
         for number in numbers:
             self._previous[number] = signal.signal(number, self._handle)

@@ -76,12 +76,15 @@ def build_engine(
     Raises UserError if the batch sizes do not fit the layout, the device does not support the
     configured attention backend, or apex is required but not installed.
     """
+    # The model.
     settings = ModelSettings(config.model, padded_vocab_size, layout.tensor_parallel)
     deepspeed_settings = deepspeed_dict(config, layout.data_size)
     topology = PipeModelDataParallelTopology(
         num_pp=layout.pipeline_size, num_mp=layout.tensor_size, num_dp=layout.data_size
     )
     model = _build_model(config, settings, layout, topology)
+
+    # Its kernels, and what the log says about them.
     dtype = DTYPES[config.precision.dtype]
     if notice := slow_dtype_notice(layout.device, dtype):
         report(notice)
@@ -95,13 +98,14 @@ def build_engine(
             "(zero_optimization.stage; same arithmetic, the optimizer state is partitioned among "
             "replicas)"
         )
+
+    # The optimizer, and DeepSpeed's engine.
     optimizer, description = configure_optimizer(config, model)
     report(f"optimizer: {description}")
     deepspeed = _wrap_with_deepspeed(model, optimizer, deepspeed_settings, config, layout, topology)
     if isinstance(optimizer, WholeParameterOptimizer):
-        attach(
-            optimizer, deepspeed, parameter_names(model.layers(), tied_output(config.model)), layout
-        )
+        names = parameter_names(model.layers(), tied_output(config.model))
+        attach(optimizer, deepspeed, names, layout)
         if optimizer.num_exchanged:
             report(
                 f"optimizer: it updates whole parameters; {optimizer.num_exchanged:,} elements of "
@@ -116,15 +120,15 @@ def _build_model(
     """The initialized model, or this rank's stage of it, on the device of the rank. Raises
     UserError for an invalid `pipe_partition_method`.
     """
-    training = config.training
-    checkpoint_every = training.checkpoint_num_layers if training.checkpoint_activations else 0
+    training, checkpoint_every = config.training, 0
+    if training.checkpoint_activations:
+        checkpoint_every = training.checkpoint_num_layers
     model: GPTWithLoss | GPTPipeline
     if layout.pipeline_size > 1:
         method = config.parallel.pipe_partition_method
         try:
-            with contextlib.redirect_stdout(
-                io.StringIO()
-            ):  # PipelineModule prints the layers of every stage
+            # PipelineModule prints the layers of every stage.
+            with contextlib.redirect_stdout(io.StringIO()):
                 model = GPTPipeline(
                     settings,
                     topology=topology,
@@ -168,8 +172,9 @@ def _wrap_with_deepspeed(
     if isinstance(model, GPTPipeline):
         engine_class, grid = PatchedPipelineEngine, model.mpu()
     else:
-        engine_class = PatchedEngine
-        grid = PipelineParallelGrid(topology=topology) if layout.tensor_size > 1 else None
+        engine_class, grid = PatchedEngine, None
+        if layout.tensor_size > 1:
+            grid = PipelineParallelGrid(topology=topology)
     with contextlib.redirect_stdout(io.StringIO()):
         deepspeed: DeepSpeedEngine = engine_class(
             args=None,
@@ -209,17 +214,12 @@ class Engine:
         self.global_batch: int = deepspeed_settings["train_batch_size"]
         self.zero_stage: int = deepspeed_settings["zero_optimization"]["stage"]
         self.data_failure: str | None = None  # why a data worker of this rank has ended
-        self._curriculum = (
-            CurriculumScheduler(deepspeed_curriculum(config)) if config.curriculum.enabled else None
-        )
-
-    # -- training and validation
-    # --------------------------------------------------------------------------------------
+        self._curriculum: CurriculumScheduler | None = None
+        if config.curriculum.enabled:
+            self._curriculum = CurriculumScheduler(deepspeed_curriculum(config))
 
     def batches(self, dataset: Samples, consumed_samples: int) -> Iterator[Batch]:
-        """An endless iterator over this replica's micro-batches, from global sample
-        `consumed_samples` on.
-        """
+        """An endless iterator over this replica's micro-batches after `consumed_samples`."""
         loader = Loader(
             dataset,
             micro_batch_size=self.micro_batch,
@@ -234,9 +234,7 @@ class Engine:
             yield batch
 
     def length_at(self, iteration: int) -> int:
-        """Sequence length of the step after `iteration` earlier steps: seq_length, or that of
-        curriculum_learning.
-        """
+        """Sequence length of the step after `iteration` earlier steps."""
         if self._curriculum is None:
             return self.seq_length
         return int(self._curriculum.get_difficulty(iteration + 1))
@@ -248,6 +246,7 @@ class Engine:
         Returns the mean loss over the global batch as a scalar on the device, without waiting for
         it.
         """
+        # What changes from step to step.
         if self._curriculum is not None:
             batches = _shortened(batches, self.length_at(iteration))
         for group in self.deepspeed.optimizer.param_groups:
@@ -255,6 +254,8 @@ class Engine:
         for method in positional_methods(self.model.layers()).values():
             method.begin_step(iteration, self.config.training.seed, self.length_at(iteration))
         batches = self._with_weights(batches, self.accumulation)
+
+        # DeepSpeed's pipeline runs all micro-batches of a step itself.
         if self.is_pipeline:
             if self._curriculum is not None:
                 self.deepspeed.reset_activation_shape()
@@ -326,26 +327,18 @@ class Engine:
         masks = [batch["loss_mask"] for batch in step if "loss_mask" in batch]
         if not masks:
             return iter(step)
-        share = self.mean_over_replicas(torch.stack(masks).mean().to(self.layout.device)).to(
-            masks[0].device
-        )
-        return iter(
-            [{**batch, "loss_mask": batch["loss_mask"] / share.clamp(min=1e-9)} for batch in step]
-        )
+        share = torch.stack(masks).mean().to(self.layout.device)
+        divisor = self.mean_over_replicas(share).to(masks[0].device).clamp(min=1e-9)
+        return iter([{**batch, "loss_mask": batch["loss_mask"] / divisor} for batch in step])
 
     def _to_device(self, batch: Batch) -> tuple[list[Tensor], dict[str, Any]]:
         """The arguments of `GPT.loss`, and its keyword argument if there are documents."""
         device = self.layout.device
         names = [name for name in ("tokens", "labels", "loss_mask") if name in batch]
-        documents = (
-            {"documents": Documents(batch["document_ids"]).to(device)}
-            if "document_ids" in batch
-            else {}
-        )
+        documents: dict[str, Any] = {}
+        if "document_ids" in batch:
+            documents["documents"] = Documents(batch["document_ids"]).to(device)
         return [batch[name].to(device, non_blocking=True) for name in names], documents
-
-    # -- properties
-    # ----------------------------------------------------------------------------------------------
 
     def layers(self) -> dict[int, nn.Module]:
         """Layer index -> layer, for the layers of this rank."""
@@ -365,8 +358,10 @@ class Engine:
         """L2 norm of the last step's gradient, before clipping: a number or a scalar on the device,
         not finite if the step was skipped. None if `compute_grad_norm` is false.
         """
+        if not self.deepspeed.was_step_applied():
+            return math.inf
         norm: Tensor | float | None = self.deepspeed.get_global_grad_norm()
-        return norm if self.deepspeed.was_step_applied() else math.inf
+        return norm
 
     def schedule_step(self, iteration: int) -> int:
         """The step of the learning-rate schedule after `iteration` optimizer steps. In fp16, steps
@@ -379,11 +374,9 @@ class Engine:
     @property
     def loss_scale(self) -> float | None:
         """The current loss scale in fp16; None in other formats."""
-        return (
-            float(self.deepspeed.optimizer.cur_scale)
-            if self.config.precision.dtype == "fp16"
-            else None
-        )
+        if self.config.precision.dtype != "fp16":
+            return None
+        return float(self.deepspeed.optimizer.cur_scale)
 
     def kernel_statistics(self) -> dict[str, Tensor]:
         """Name -> values per head, float32 on the CPU, of the positional parameters of all layers.
@@ -397,13 +390,12 @@ class Engine:
         with GatheredParameters(parameters, enabled=self.zero_stage == 3):
             for index, method in methods.items():
                 for name, heads in method.statistics().items():
-                    key = name if method.shared else f"layer_{index:02d}/{name}"
-                    statistics[key] = heads.detach().float().cpu()
-        return (
-            self.model.of_all_stages(statistics)
-            if isinstance(self.model, GPTPipeline)
-            else statistics
-        )
+                    if not method.shared:
+                        name = f"layer_{index:02d}/{name}"
+                    statistics[name] = heads.detach().float().cpu()
+        if isinstance(self.model, GPTPipeline):
+            return self.model.of_all_stages(statistics)
+        return statistics
 
 
 def _register_positional_parameters(model: nn.Module) -> None:
@@ -414,8 +406,9 @@ def _register_positional_parameters(model: nn.Module) -> None:
     """
     for module in model.modules():
         for child in module.children():
-            for parameter in child.parameters() if isinstance(child, PositionalMethod) else ():
-                register_external_parameter(module, parameter)
+            if isinstance(child, PositionalMethod):
+                for parameter in child.parameters():
+                    register_external_parameter(module, parameter)
 
 
 def _shortened(batches: Iterator[Batch], length: int) -> Iterator[Batch]:
@@ -425,12 +418,12 @@ def _shortened(batches: Iterator[Batch], length: int) -> Iterator[Batch]:
 
 
 def _pipeline_batches(batches: Iterator[Batch]) -> Iterator[tuple[Any, tuple[Tensor, Tensor]]]:
-    """(tokens or (tokens, document ids), (labels, loss mask)) as DeepSpeed's pipeline engine
-    expects them.
-    """
+    """(tokens or (tokens, document ids), (labels, loss mask)), as DeepSpeed's pipeline expects."""
     for batch in batches:
         mask = batch.get("loss_mask")
         if mask is None:
             mask = torch.ones_like(batch["labels"], dtype=torch.float32)
-        tokens, ids = batch["tokens"], batch.get("document_ids")
-        yield tokens if ids is None else (tokens, ids), (batch["labels"], mask)
+        inputs: Any = batch["tokens"]
+        if "document_ids" in batch:
+            inputs = inputs, batch["document_ids"]
+        yield inputs, (batch["labels"], mask)

@@ -44,16 +44,16 @@ PEAK_FLOPS = {
 
 
 def peak_flops(device: torch.device) -> float | None:
-    """Dense bf16 peak of the device in FLOP/s; None if it is unknown, as on a CPU or for slower
-    variants of a GPU.
-    """
+    """Dense bf16 peak of the device in FLOP/s; None if unknown, as for slower variants of a GPU."""
     if device.type != "cuda":
         return None
     device_name = torch.cuda.get_device_name(device)
     if re.search(r"Laptop|Max-Q|\bMIG\b|\bD\b", device_name):  # MIG: a part of a GPU; D: RTX 4090 D
         return None
     matches = [name for name in PEAK_FLOPS if re.search(rf"(?<!\w){name}(?!\w)", device_name)]
-    return PEAK_FLOPS[max(matches, key=len)] if matches else None
+    if not matches:
+        return None
+    return PEAK_FLOPS[max(matches, key=len)]
 
 
 def count_parameters(
@@ -65,9 +65,9 @@ def count_parameters(
     input embedding, unless it is also the output layer), from which `flops_per_token` computes.
     `layout`: in a distributed run.
     """
-    positional = {
-        id(p) for method in positional_methods(layers).values() for p in method.parameters()
-    }
+    positional: set[int] = set()
+    for method in positional_methods(layers).values():
+        positional.update(map(id, method.parameters()))
     counts = {"total": 0, "positional": 0, "embedding": 0}
     seen: set[int] = set()
     for index, layer in layers.items():
@@ -87,10 +87,9 @@ def count_parameters(
         values = torch.tensor(list(counts.values()), device=layout.device)
         dist.all_reduce(values, group=parallel_state.get_pipeline_model_parallel_group())
         counts = dict(zip(counts, values.tolist(), strict=True))
-    embedding = counts.pop("embedding")
-    counts["outside_embedding"] = counts["total"] - (
-        embedding if settings.config.no_weight_tying else 0
-    )
+    embedding, counts["outside_embedding"] = counts.pop("embedding"), counts["total"]
+    if settings.config.no_weight_tying:
+        counts["outside_embedding"] -= embedding
     return counts
 
 
@@ -103,6 +102,5 @@ def flops_per_token(outside_embedding: int, config: "ModelConfig", seq_length: i
     """
     windows = [min(window or seq_length, seq_length) for window in config.windows]
     mean_keys = sum(window * (1 - window / (2 * seq_length)) for window in windows)  # of all layers
-    return (
-        6.0 * outside_embedding + 12.0 * config.num_attention_heads * config.head_size * mean_keys
-    )
+    attention = 12.0 * config.num_attention_heads * config.head_size * mean_keys
+    return 6.0 * outside_embedding + attention

@@ -113,7 +113,9 @@ class Logger:
             from torch.utils.tensorboard import SummaryWriter
 
             # Training drops the steps after the checkpoint, which a killed run has logged too.
-            purge_step = state.iteration + 1 if state.iteration and trains else None
+            purge_step = None
+            if state.iteration and trains:
+                purge_step = state.iteration + 1
             if not state.iteration and any(Path(settings.tensorboard_dir).glob("*tfevents*")):
                 self.info(
                     f"notice: tensorboard-dir: {settings.tensorboard_dir} contains other runs, "
@@ -128,13 +130,16 @@ class Logger:
             return
         if settings.wandb_host:
             os.environ.setdefault("WANDB_BASE_URL", settings.wandb_host)
+        run_id = None
+        if trains:
+            run_id = self._run
         try:
             self._wandb = wandb.init(
                 project=settings.wandb_project,
                 group=settings.wandb_group,
                 entity=settings.wandb_team,
                 name=settings.wandb_run_name,
-                id=self._run if trains else None,
+                id=run_id,
                 resume="allow",
                 config=without_secrets(self._config.to_flat()),
             )
@@ -160,9 +165,10 @@ class Logger:
             last_iteration = self._config.schedule.last_iteration
             keys = {"run": self._run, "iteration": iteration, "last_iteration": last_iteration}
             self._write(self._metrics, json.dumps({**keys, **values}) + "\n")
-        values = values | {
-            neox: values[name] for name, neox in NEOX_NAMES.items() if name in values
-        }
+        values = dict(values)
+        for name, neox in NEOX_NAMES.items():
+            if name in values:
+                values[neox] = values[name]
         if self._tensorboard is not None:
             for name, value in values.items():
                 self._tensorboard.add_scalar(name, value, iteration)
@@ -191,8 +197,10 @@ def _fitted(text: str) -> str:
     """The parts of a line that ` | ` separates, in lines of at most `COLUMNS` characters."""
     lines = [""]
     for part in text.split(" | "):
-        longer = f"{lines[-1]} | {part}" if lines[-1] else part
-        if len(longer) > COLUMNS and lines[-1]:
+        longer = f"{lines[-1]} | {part}"
+        if not lines[-1]:
+            lines[-1] = part
+        elif len(longer) > COLUMNS:
             lines.append(f"  {part}")
         else:
             lines[-1] = longer
@@ -231,9 +239,9 @@ class StepLog:
         """flops_per_token: of a sequence length. state: that of the run before the first step."""
         self._config, self._engine, self._logger = config, engine, logger
         self._flops_per_token, self._tokens = flops_per_token, state.tokens
-        self._losses = [
-            torch.tensor(loss, device=engine.layout.device) for loss in state.unlogged_losses
-        ]
+        self._losses: list[torch.Tensor] = []
+        for loss in state.unlogged_losses:
+            self._losses.append(torch.tensor(loss, device=engine.layout.device))
         self._resumed_steps = len(self._losses)  # of these, in an earlier process
         # For each step that is not checked yet: the gradient norm, and the loss scale after the
         # step.
@@ -248,12 +256,16 @@ class StepLog:
     def add(self, loss: torch.Tensor) -> None:
         self._losses.append(loss.detach())
         norm = self._engine.grad_norm
-        self._norms.append(0.0 if norm is None else norm)
+        if norm is None:
+            norm = 0.0
+        self._norms.append(norm)
         self._scales.append(self._engine.loss_scale)
 
     def unlogged(self) -> list[float]:
         """The losses since the last line."""
-        return torch.stack(self._losses).tolist() if self._losses else []
+        if not self._losses:
+            return []
+        return torch.stack(self._losses).tolist()
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -277,6 +289,8 @@ class StepLog:
         losses = torch.stack(self._losses[-steps:]).float()
         norms = torch.stack([torch.as_tensor(norm, device=losses.device) for norm in self._norms])
         limit = max(MAX_CONSECUTIVE_SKIPS, precision.hysteresis)
+
+        # In fp16, steps may be skipped until the loss scale fits.
         for number, loss_is_finite, norm_is_finite, scale in zip(
             range(iteration - steps + 1, iteration + 1),
             losses.isfinite().tolist(),
@@ -285,14 +299,14 @@ class StepLog:
             strict=True,
         ):
             is_skipped = not (loss_is_finite and norm_is_finite)
-            self._consecutive_skips = (
-                self._consecutive_skips + 1 if is_skipped and scale == self._scale else 0
-            )
+            if is_skipped and scale == self._scale:
+                self._consecutive_skips += 1
+            else:
+                self._consecutive_skips = 0
             self.skipped_steps += is_skipped
             self._scale = scale
-            if not loss_is_finite and (
-                precision.dtype != "fp16" or self._consecutive_skips > limit
-            ):
+            may_skip = precision.dtype == "fp16" and self._consecutive_skips <= limit
+            if not loss_is_finite and not may_skip:
                 raise non_finite_loss(self._config, f"at iteration {number}")
             if self._consecutive_skips > limit:
                 raise skipped_steps(
@@ -349,7 +363,9 @@ class StepLog:
             # Values that only some runs have.
             grad_norm, loss_scale = engine.grad_norm, engine.loss_scale
             tflops = self._config.logging.peak_theoretical_tflops
-            device_peak = peak_flops(layout.device) if tflops is None else tflops * 1e12
+            device_peak = peak_flops(layout.device)
+            if tflops is not None:
+                device_peak = tflops * 1e12
             if grad_norm is not None:
                 values["train/grad_norm"] = float(grad_norm)
                 texts.append(f"grad norm {grad_norm:.3f}")
@@ -411,17 +427,16 @@ def skipped_steps(config: Config, steps: str, scale: float | None) -> UserError:
 def _advice(config: Config) -> str:
     """Names positional parameters whose gradient is not finite even at the initial parameters."""
     broken = trial_step(config.model, torch.float32)
-    return f"The cause: {not_finite(config.model.pos_emb, broken)}" if broken else _ADVICE
+    if not broken:
+        return _ADVICE
+    return f"The cause: {not_finite(config.model.pos_emb, broken)}"
 
 
 def _stops_without_saving(config: Config) -> str:
     folder = config.checkpoint.save
-    last = (
-        f"; the last checkpoint is in {folder}"
-        if folder is not None and has_checkpoint(folder)
-        else ""
-    )
-    return f"training stops without saving{last}"
+    if folder is None or not has_checkpoint(folder):
+        return "training stops without saving"
+    return f"training stops without saving; the last checkpoint is in {folder}"
 
 
 def peak_memory(device: torch.device) -> int:

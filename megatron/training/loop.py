@@ -11,41 +11,29 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megatron.checkpoint.configuration import (
-    check_trained_data,
-    check_trained_tokenizer,
-    trained_tokenizer,
-)
-from megatron.checkpoint.directory import check_replaced, iteration_of
+from megatron.checkpoint.cleanup import check_replaced
 from megatron.checkpoint.loading import (
-    check_model,
-    checkpoint_vocab_size,
     load_checkpoint,
-    locate_checkpoint,
-    resumable_config,
-    same_folder,
 )
 from megatron.checkpoint.saving import Checkpointer
 from megatron.checkpoint.state_dict import TrainingState
 from megatron.config import Config, UserError, check_vocabulary
 from megatron.data.datasets import Datasets, build_datasets
-from megatron.data.indexed_dataset import data_fingerprint
-from megatron.data.splits import dataset_prefixes
 from megatron.model.settings import Layout
 from megatron.model.trial import check_parts
 from megatron.tokenizer.interface import Tokenizer
-from megatron.tokenizer.tokenizer import TokenizerFiles, padded_vocab_size
+from megatron.tokenizer.tokenizer import TokenizerFiles
 from megatron.training import distributed
-from megatron.training.deepspeed_setup import check_deepspeed
 from megatron.training.engine import Engine, build_engine
 from megatron.training.flops import count_parameters, flops_per_token
 from megatron.training.logging import Logger, StepLog, non_finite_loss, profiled_steps
 from megatron.training.optimizer import Schedule
 from megatron.training.startup import (
-    check_attention,
+    Start,
+    find_start,
+    identify_data,
     identify_run,
     lock_log_folders,
-    lock_save_folder,
 )
 from megatron.training.validation import ExtrapolationCurves, Validator
 from megatron.utils.ranks import run_on_all_ranks, run_on_rank_0
@@ -80,33 +68,6 @@ def train(config: Config) -> TrainingState:
         distributed.shutdown()
 
 
-@dataclass(frozen=True)
-class Start:
-    """What a run starts from.
-
-    Attributes:
-        source: the configuration that says which weights to load; that of the run, unless it
-            resumes from `save`.
-        checkpoint: the folder of one iteration; None: initial weights.
-        branch: the iteration of `save` from which the run branched off, before it was resumed; or
-            infinity.
-    """
-
-    source: Config
-    checkpoint: Path | None
-    iteration: int
-    vocab_size: int
-    branch: float
-
-    def lineage_of(self, state: TrainingState) -> list[int] | None:
-        """The earlier iterations of the run of the loaded state, up to a branch; None if this is a
-        new run.
-        """
-        if self.source.checkpoint.finetune:
-            return None
-        return [iteration for iteration in state.lineage if iteration <= self.branch]
-
-
 def build_trainer(
     config: Config, layout: Layout, logger: Logger, resources: contextlib.ExitStack
 ) -> "Trainer":
@@ -125,15 +86,13 @@ def build_trainer(
     tokenizer = TokenizerFiles.of(config).build()
     run_on_all_ranks(lambda: check_vocabulary(config, tokenizer.vocab_size))
     run_on_rank_0(lambda: check_parts(config.model))
-    start = _find_start(config, layout, tokenizer, resources, report)
-    data = run_on_rank_0(lambda: _identify_data(config, start, report))
+    start = find_start(config, layout, tokenizer, resources, report)
+    data = run_on_rank_0(lambda: identify_data(config, start, report))
     planned = _num_samples(config, layout, TrainingState())
     datasets = _build_datasets(config, tokenizer, planned, report)
-    curves = (
-        ExtrapolationCurves(config, layout, logger)
-        if config.training.extrapolation_lengths
-        else None
-    )
+    curves = None
+    if config.training.extrapolation_lengths:
+        curves = ExtrapolationCurves(config, layout, logger)
 
     # The model, its weights, and the state of the run.
     engine = build_engine(config, start.vocab_size, layout, report)
@@ -159,81 +118,6 @@ def build_trainer(
     )
 
 
-def _find_start(
-    config: Config,
-    layout: Layout,
-    tokenizer: Tokenizer,
-    resources: contextlib.ExitStack,
-    report: Callable[[str], None],
-) -> Start:
-    """Check the machine and the folders, lock `save`, and find the checkpoint. Raises UserError."""
-    # An error that several ranks find is printed once.
-    report(str(run_on_rank_0(lambda: config.batch.resolve(layout.data_size))))
-    run_on_all_ranks(lambda: check_attention(config, layout.device))
-    run_on_all_ranks(lambda: check_deepspeed(config, layout.data_size))
-    source = _lock_and_resume(config, resources, report)
-    checkpoint = run_on_all_ranks(lambda: locate_checkpoint(source, layout, report))[0]
-    iteration = 0 if checkpoint is None or source.checkpoint.finetune else iteration_of(checkpoint)
-    last_iteration = config.schedule.last_iteration
-
-    def checked_vocab_size() -> int:
-        """The padded size. Raises UserError if the checkpoint does not fit the configuration, or no
-        iterations are left.
-        """
-        if checkpoint is None and last_iteration == 0:
-            load = config.checkpoint.load
-            problem = f"load: {load} contains no checkpoint" if load else "load is not set"
-            raise UserError(
-                f"{problem}; train-iters: 0 evaluates a trained model, so load must name a "
-                "checkpoint"
-            )
-        if checkpoint is None:
-            divisor = config.model.make_vocab_size_divisible_by
-            default = padded_vocab_size(tokenizer.vocab_size, divisor, layout.tensor_size)
-            return config.model.padded_vocab_size or default
-        allowed = config.checkpoint.allow_other_tokenizer
-        check_trained_tokenizer(
-            trained_tokenizer(checkpoint), tokenizer, allowed=allowed, place=checkpoint
-        )
-        vocab_size = checkpoint_vocab_size(
-            checkpoint, config, tokenizer.vocab_size, layout.tensor_size, report
-        )
-        check_model(checkpoint, source, vocab_size, report)
-        if 0 < last_iteration < iteration:
-            raise UserError(
-                f"train-iters: {last_iteration:,} is below the {iteration:,} iterations of "
-                f"{checkpoint}; raise train-iters to continue it, or set train-iters: 0 to "
-                "evaluate it"
-            )
-        return vocab_size
-
-    vocab_size = run_on_all_ranks(checked_vocab_size)[0]
-
-    # Where the run branches off.
-    settings, branch = config.checkpoint, math.inf
-    if settings.iteration is not None and same_folder(settings.load, settings.save):
-        branch = settings.iteration
-    return Start(source, checkpoint, iteration, vocab_size, branch)
-
-
-def _lock_and_resume(
-    config: Config, resources: contextlib.ExitStack, report: Callable[[str], None]
-) -> Config:
-    """Lock `save` if the run trains. Returns the configuration that names the weights."""
-    load, save = config.checkpoint.load, config.checkpoint.save
-    if save is None or config.schedule.last_iteration == 0:
-        return config
-    lock_save_folder(save, resources)
-    resumed = run_on_rank_0(lambda: resumable_config(config))
-    if resumed is None:
-        return config
-    report(
-        f"save: {save} already contains checkpoints of this run, which resumes from them; to start "
-        f"again from {f'load: {load}' if load else 'scratch'}, choose another folder"
-    )
-    return resumed
-
-
 def _count_parameters(engine: Engine, vocab_size: int, report: Callable[[str], None]) -> int:
     """Print the size of the model; returns the number of parameters outside the input embedding.
 
@@ -257,19 +141,15 @@ def _load_state(engine: Engine, start: Start, report: Callable[[str], None]) -> 
     engine.project()
 
     def saves(iteration: int) -> bool:
-        is_ahead = (
-            start.iteration < iteration <= last_iteration or iteration == start.iteration == 0
-        )
-        is_planned = config.checkpoint.saves(iteration) or _is_due(
-            iteration, config.training.exit_interval
-        )
-        return is_ahead and (is_planned or iteration == last_iteration)
+        if not start.iteration < iteration <= last_iteration and (iteration or start.iteration):
+            return False
+        is_end = iteration == last_iteration or _is_due(iteration, config.training.exit_interval)
+        return is_end or config.checkpoint.saves(iteration)
 
     folder = config.checkpoint.save
     if folder is not None and last_iteration > 0:
-        replaced = run_on_rank_0(
-            lambda: check_replaced(Path(folder), saves, start.lineage_of(state))
-        )
+        lineage = start.lineage_of(state)
+        replaced = run_on_rank_0(lambda: check_replaced(Path(folder), saves, lineage))
         later = [iteration for iteration in replaced if iteration > state.iteration]
         if later:
             report(
@@ -287,32 +167,15 @@ def _num_samples(config: Config, layout: Layout, state: TrainingState) -> tuple[
     training, last_iteration = config.training, config.schedule.last_iteration
     _, _, global_batch = config.batch.resolve(layout.data_size)
     remaining = last_iteration - state.iteration
-    samples_per_validation = training.eval_iters * global_batch
-    validations = (
-        last_iteration // training.eval_interval - state.evaluated_at // training.eval_interval
-    )
-    return (
-        state.consumed_samples + remaining * global_batch if remaining > 0 else 0,
-        state.consumed_valid_samples + (max(validations, 0) + 1) * samples_per_validation,
-        samples_per_validation,
-    )
+    training_samples = 0
+    if remaining > 0:
+        training_samples = state.consumed_samples + remaining * global_batch
 
-
-def _identify_data(config: Config, start: Start, report: Callable[[str], None]) -> dict[str, str]:
-    """Prefix -> fingerprint of the datasets of a run that trains. Reports those that are new to a
-    run that resumes; raises UserError if one of them has changed.
-    """
-    if config.schedule.last_iteration == 0:
-        return {}
-    data = {prefix: data_fingerprint(prefix) for prefix in dataset_prefixes(config)}
-    starts_anew = start.source.checkpoint.finetune or config.checkpoint.allow_other_data
-    if start.checkpoint is not None and not starts_anew:
-        for prefix in check_trained_data(start.checkpoint, data):
-            report(
-                f"notice: the run continues with {prefix}, which {start.checkpoint} was not "
-                "trained with"
-            )
-    return data
+    # A validation at each interval, and one at the end.
+    interval, per_validation = training.eval_interval, training.eval_iters * global_batch
+    validations = max(last_iteration // interval - state.evaluated_at // interval, 0) + 1
+    validation_samples = state.consumed_valid_samples + validations * per_validation
+    return training_samples, validation_samples, per_validation
 
 
 def _build_datasets(
@@ -350,7 +213,9 @@ def _follow_data_order(
     """Record the order of the training samples in the state; prints it, and whether it differs from
     the state's.
     """
-    data_order = state.data_order if datasets.train is None else datasets.train.order
+    if datasets.train is None:
+        return
+    data_order = datasets.train.order
     if state.data_order and state.consumed_samples and data_order != state.data_order:
         report(
             "the order of the training samples differs from the checkpoint's (data, split, seed or "
@@ -358,7 +223,7 @@ def _follow_data_order(
             "new order, so some samples may be seen twice and others never"
         )
     state.data_order = data_order
-    for line in [] if datasets.train is None else datasets.train.describe():
+    for line in datasets.train.describe():
         report(f"training data: {line}")
 
 
@@ -461,7 +326,9 @@ class Trainer:
         """
         training, state = self.config.training, self.state
         is_last = state.iteration == self.last_iteration
-        exit_reason = None if is_last else self._exit_reason(signals)
+        exit_reason = None
+        if not is_last:
+            exit_reason = self._exit_reason(signals)
         assert state.learning_rate is not None  # that of the step
         if _is_due(state.iteration, training.log_interval) or is_last:
             log.write(state, state.learning_rate)
@@ -475,11 +342,9 @@ class Trainer:
         if self.config.checkpoint.saves(state.iteration) or is_last or exit_reason:
             self._save_if_finite(log)
         if exit_reason:
-            saved = (
-                "checkpoint saved"
-                if self.checkpointer
-                else "no checkpoint saved (`save` is not set)"
-            )
+            saved = "no checkpoint saved (`save` is not set)"
+            if self.checkpointer:
+                saved = "checkpoint saved"
             self.logger.info(f"exiting after iteration {state.iteration}: {exit_reason}; {saved}")
         return exit_reason is None
 
@@ -498,10 +363,13 @@ class Trainer:
         if signals.received_by_any_rank(stop=self.engine.data_failure is not None):
             if self.engine.data_failure:
                 return "a data worker was killed"
-            others = "another rank lost a data worker, or received a signal to stop"
-            return others if signals.received is None else "received a signal to stop"
+            if signals.received is not None:
+                return "received a signal to stop"
+            return "another rank lost a data worker, or received a signal to stop"
         interval = self.config.training.exit_interval
-        return f"exit-interval {interval}" if _is_due(self.state.iteration, interval) else None
+        if _is_due(self.state.iteration, interval):
+            return f"exit-interval {interval}"
+        return None
 
     def _save_if_finite(self, log: StepLog) -> None:
         """Save a checkpoint. Raises UserError if the loss is not finite, which must not replace a
@@ -512,14 +380,9 @@ class Trainer:
         with log.paused():
             log.check(self.state.iteration)
             # The loss of random tokens, with the weights after the last step.
-            engine, generator = (
-                self.engine,
-                torch.Generator().manual_seed(self.config.training.seed),
-            )
-            shape = (
-                engine.micro_batch,
-                (self.config.training.seq_length_val or engine.seq_length) + 1,
-            )
+            engine, training = self.engine, self.config.training
+            generator = torch.Generator().manual_seed(training.seed)
+            shape = (engine.micro_batch, (training.seq_length_val or engine.seq_length) + 1)
             tokens = torch.randint(engine.settings.padded_vocab_size, shape, generator=generator)
             batch = {"tokens": tokens[:, :-1], "labels": tokens[:, 1:]}
             if not math.isfinite(engine.validate(iter([batch]), 1)):
@@ -553,13 +416,11 @@ class Trainer:
         """Validation, extrapolation curves and test at the last iteration."""
         has_validation = self.config.training.eval_iters > 0
         if has_validation and self.validator.validated_at != self.state.iteration:
-            if (
-                self.state.evaluated_at == self.state.iteration
-            ):  # in an earlier process: repeat it on the same samples
+            # An earlier process may have measured it: repeat it on the same samples.
+            if self.state.evaluated_at == self.state.iteration:
                 samples = self.config.training.eval_iters * self.engine.global_batch
-                self.state.consumed_valid_samples = max(
-                    self.state.consumed_valid_samples - samples, 0
-                )
+                first = self.state.consumed_valid_samples - samples
+                self.state.consumed_valid_samples = max(first, 0)
             self.validator.validate(self.state)
         if self.curves is not None and self.curves.measured_at != self.state.iteration:
             self.curves.measure(self.engine, self.state.iteration)

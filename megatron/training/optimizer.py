@@ -56,12 +56,14 @@ def attach(
     A collective.
     """
     # Without ZeRO, each replica has all of its tensor-parallel slice.
-    size = layout.tensor_size * (layout.data_size if engine.zero_optimization() else 1)
-    group, _ = dist.new_subgroups(size) if size > 1 else (None, [])  # of consecutive ranks
+    size, group = layout.tensor_size, None
+    if engine.zero_optimization():
+        size *= layout.data_size
+    if size > 1:
+        group, _ = dist.new_subgroups(size)  # of consecutive ranks
     tensors = [tensor for options in optimizer.param_groups for tensor in options["params"]]
-    if (
-        engine.zero_optimization_partition_weights()
-    ):  # ZeRO 3 adds its tensors to the parameter groups only for a step
+    # ZeRO 3 adds its tensors to the parameter groups only for a step.
+    if engine.zero_optimization_partition_weights():
         tensors = engine.optimizer.fp32_partitioned_groups_flat
     split_dims = {}
     for name, parameter in parameters.items():
@@ -109,35 +111,37 @@ def parameter_groups(
     positional = {id(parameter) for method in methods for parameter in method.parameters()}
     inner = [module for method in methods for module in method.modules()]
     matrices = {id(module.weight) for module in inner if isinstance(module, nn.Linear | MLPLayer)}
-    bounds = {
-        id(method.get_parameter(name)): limits
-        for method in methods
-        for name, limits in method.bounds().items()
-    }
+    bounds: dict[int, Any] = {}
+    for method in methods:
+        for name, limits in method.bounds().items():
+            bounds[id(method.get_parameter(name))] = limits
     blocks = [module for module in model.modules() if isinstance(module, TransformerBlock)]
     in_blocks = {id(parameter) for block in blocks for parameter in block.parameters()}
-    # Groups with weight decay come first, and groups with bounds last.
+
+    # Parameters with the same options form a group.
     groups: dict[tuple[Any, ...], dict[str, Any]] = {}
     for parameter in model.parameters():
         if not parameter.requires_grad:
             continue
         number = id(parameter)
         is_positional = number in positional
-        decays = number in matrices if is_positional else parameter.dim() >= 2
-        options: dict[str, Any] = {"weight_decay": weight_decay if decays else 0.0}
+        decays = parameter.dim() >= 2
+        if is_positional:
+            decays = number in matrices
+        options: dict[str, Any] = {"weight_decay": 0.0}
+        if decays:
+            options["weight_decay"] = weight_decay
         if number in bounds:
             options["bounds"] = bounds[number]
         if is_positional and positional_lr_factor != 1:
             options["lr_factor"] = positional_lr_factor
-        if (
-            separates_matrices
-            and number in in_blocks
-            and not is_positional
-            and parameter.dim() == 2
-        ):
+        is_matrix = number in in_blocks and not is_positional and parameter.dim() == 2
+        if separates_matrices and is_matrix:
             options["matrices"] = True
         key = (not decays, number in bounds, *options.items())
         groups.setdefault(key, {"params": [], **options})["params"].append(parameter)
+
+    # Groups with weight decay come first, and groups with bounds last.
     return [groups[key] for key in sorted(groups, key=lambda key: key[:2])]
 
 
@@ -170,23 +174,32 @@ class Schedule:
 
     def __call__(self, step: int) -> float:
         """Learning rate at optimizer step `step`."""
+        # Warmup.
         is_2022 = self.version == "neox-2022"
         if self.warmup_steps > 0 and step <= self.warmup_steps:
-            return self.lr * min((step if is_2022 else max(step, 1)) / self.warmup_steps, 1.0)
+            if not is_2022:
+                step = max(step, 1)
+            return self.lr * min(step / self.warmup_steps, 1.0)
+
+        # The part of the decay that is over (u), and what cosine falls to.
         decay = self.decay_steps - self.warmup_steps
+        progress, floor = 1.0, self.min_lr
         if is_2022:
             progress = max(min(step, decay) - self.warmup_steps, 0.0) / self.decay_steps
-        else:
-            progress = (step - self.warmup_steps) / decay if decay > 0 else 1.0
-        floor = 0.0 if is_2022 else self.min_lr
-        learning_rate = {
-            "cosine": floor
-            + (self.lr - floor) * 0.5 * (1 + math.cos(math.pi * min(progress, 1.0))),
-            "linear": self.lr * (1 - progress),
-            "exponential": self.lr * math.exp(-0.693 * progress),
-            "constant": self.lr,
-        }[self.style]
-        return min(max(learning_rate, self.min_lr), self.lr)
+            floor = 0.0
+        elif decay > 0:
+            progress = (step - self.warmup_steps) / decay
+
+        # The formulas of the styles.
+        rate = self.lr
+        if self.style == "cosine":
+            half_turn = math.pi * min(progress, 1.0)
+            rate = floor + (self.lr - floor) * 0.5 * (1 + math.cos(half_turn))
+        elif self.style == "linear":
+            rate = self.lr * (1 - progress)
+        elif self.style == "exponential":
+            rate = self.lr * math.exp(-0.693 * progress)
+        return min(max(rate, self.min_lr), self.lr)
 
     def describe(self) -> str:
         """A line for the log."""

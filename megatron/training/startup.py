@@ -1,20 +1,41 @@
-"""Checks before anything is built: folders are writable, no other run saves to `save`, and the
-machine has a suitable attention backend.
+"""Before anything is built: locks and checks of folders, machine and data, and the checkpoint to
+start from.
 """
 
 import contextlib
+import math
 import os
 import secrets
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from kerple.attention import Requirements, check_backend
-from megatron.checkpoint.directory import clean_up
+from megatron.checkpoint.cleanup import clean_up
+from megatron.checkpoint.configuration import (
+    check_trained_data,
+    check_trained_tokenizer,
+    trained_tokenizer,
+)
+from megatron.checkpoint.directory import iteration_of
 from megatron.checkpoint.layers import DTYPES
+from megatron.checkpoint.loading import (
+    check_model,
+    checkpoint_vocab_size,
+    locate_checkpoint,
+    resumable_config,
+    same_folder,
+)
 from megatron.checkpoint.state_dict import TrainingState
 from megatron.config import Config, UserError
+from megatron.data.indexed_dataset import data_fingerprint
+from megatron.data.splits import dataset_prefixes
+from megatron.model.settings import Layout
+from megatron.tokenizer.interface import Tokenizer
+from megatron.tokenizer.tokenizer import padded_vocab_size
+from megatron.training.deepspeed_setup import check_deepspeed
 from megatron.utils.errors import first_line
 from megatron.utils.files import check_writable
 from megatron.utils.processes import Lock
@@ -73,9 +94,7 @@ def _clean_up(folder: Path) -> None:
 
 
 def _check_that_all_hosts_share(folder: Path) -> None:
-    """Raises UserError on every rank if a host does not see the files that rank 0 writes to the
-    folder.
-    """
+    """Raises UserError on every rank if a host does not see the files that rank 0 writes."""
 
     def create() -> Path:
         # Network file systems may cache for a minute that a file does not exist, so use a new name.
@@ -104,11 +123,8 @@ def identify_run(save: str | None, state: TrainingState, report: Callable[[str],
     if save is None or not state.run or not state.folder:
         return state.run or secrets.token_hex(8)
     folder, original = Path(save), Path(state.folder)
-    if (
-        original.is_dir()
-        and original.stat().st_ino == state.inode
-        and not original.samefile(folder)
-    ):
+    still_there = original.is_dir() and original.stat().st_ino == state.inode
+    if still_there and not original.samefile(folder):
         report(
             f"notice: {save} is a copy of {original}; its logs (log-dir, use_wandb) are those of a "
             "new run"
@@ -134,3 +150,126 @@ def check_attention(config: Config, device: torch.device) -> None:
         check_backend(model.attention_backend, requirements)
     except NotImplementedError as error:
         raise UserError(f'"attention_backend": {error}') from error
+
+
+@dataclass(frozen=True)
+class Start:
+    """What a run starts from.
+
+    Attributes:
+        source: the configuration that says which weights to load; that of the run, unless it
+            resumes from `save`.
+        checkpoint: the folder of one iteration; None: initial weights.
+        branch: the iteration of `save` from which the run branched off, before it was resumed; or
+            infinity.
+    """
+
+    source: Config
+    checkpoint: Path | None
+    iteration: int
+    vocab_size: int
+    branch: float
+
+    def lineage_of(self, state: TrainingState) -> list[int] | None:
+        """The earlier iterations of the run of the loaded state, up to a branch; None if this is a
+        new run.
+        """
+        if self.source.checkpoint.finetune:
+            return None
+        return [iteration for iteration in state.lineage if iteration <= self.branch]
+
+
+def find_start(
+    config: Config,
+    layout: Layout,
+    tokenizer: Tokenizer,
+    resources: contextlib.ExitStack,
+    report: Callable[[str], None],
+) -> Start:
+    """Check the machine and the folders, lock `save`, and find the checkpoint. Raises UserError."""
+    # An error that several ranks find is printed once.
+    report(str(run_on_rank_0(lambda: config.batch.resolve(layout.data_size))))
+    run_on_all_ranks(lambda: check_attention(config, layout.device))
+    run_on_all_ranks(lambda: check_deepspeed(config, layout.data_size))
+    source = _lock_and_resume(config, resources, report)
+    checkpoint = run_on_all_ranks(lambda: locate_checkpoint(source, layout, report))[0]
+    iteration = 0
+    if checkpoint is not None and not source.checkpoint.finetune:
+        iteration = iteration_of(checkpoint)
+    last_iteration = config.schedule.last_iteration
+
+    def checked_vocab_size() -> int:
+        """The padded size. Raises UserError if the checkpoint does not fit the configuration, or no
+        iterations are left.
+        """
+        if checkpoint is None and last_iteration == 0:
+            problem = "load is not set"
+            if load := config.checkpoint.load:
+                problem = f"load: {load} contains no checkpoint"
+            raise UserError(
+                f"{problem}; train-iters: 0 evaluates a trained model, so load must name a "
+                "checkpoint"
+            )
+        if checkpoint is None:
+            divisor = config.model.make_vocab_size_divisible_by
+            default = padded_vocab_size(tokenizer.vocab_size, divisor, layout.tensor_size)
+            return config.model.padded_vocab_size or default
+        trained, allowed = trained_tokenizer(checkpoint), config.checkpoint.allow_other_tokenizer
+        check_trained_tokenizer(trained, tokenizer, allowed=allowed, place=checkpoint)
+        vocab_size = checkpoint_vocab_size(
+            checkpoint, config, tokenizer.vocab_size, layout.tensor_size, report
+        )
+        check_model(checkpoint, source, vocab_size, report)
+        if 0 < last_iteration < iteration:
+            raise UserError(
+                f"train-iters: {last_iteration:,} is below the {iteration:,} iterations of "
+                f"{checkpoint}; raise train-iters to continue it, or set train-iters: 0 to "
+                "evaluate it"
+            )
+        return vocab_size
+
+    vocab_size = run_on_all_ranks(checked_vocab_size)[0]
+
+    # Where the run branches off.
+    settings, branch = config.checkpoint, math.inf
+    if settings.iteration is not None and same_folder(settings.load, settings.save):
+        branch = settings.iteration
+    return Start(source, checkpoint, iteration, vocab_size, branch)
+
+
+def _lock_and_resume(
+    config: Config, resources: contextlib.ExitStack, report: Callable[[str], None]
+) -> Config:
+    """Lock `save` if the run trains. Returns the configuration that names the weights."""
+    load, save = config.checkpoint.load, config.checkpoint.save
+    if save is None or config.schedule.last_iteration == 0:
+        return config
+    lock_save_folder(save, resources)
+    resumed = run_on_rank_0(lambda: resumable_config(config))
+    if resumed is None:
+        return config
+    origin = "scratch"
+    if load:
+        origin = f"load: {load}"
+    report(
+        f"save: {save} already contains checkpoints of this run, which resumes from them; to start "
+        f"again from {origin}, choose another folder"
+    )
+    return resumed
+
+
+def identify_data(config: Config, start: Start, report: Callable[[str], None]) -> dict[str, str]:
+    """Prefix -> fingerprint of the datasets of a run that trains. Reports those that are new to a
+    run that resumes; raises UserError if one of them has changed.
+    """
+    if config.schedule.last_iteration == 0:
+        return {}
+    data = {prefix: data_fingerprint(prefix) for prefix in dataset_prefixes(config)}
+    starts_anew = start.source.checkpoint.finetune or config.checkpoint.allow_other_data
+    if start.checkpoint is not None and not starts_anew:
+        for prefix in check_trained_data(start.checkpoint, data):
+            report(
+                f"notice: the run continues with {prefix}, which {start.checkpoint} was not "
+                "trained with"
+            )
+    return data

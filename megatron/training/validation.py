@@ -152,11 +152,10 @@ class ExtrapolationCurves:
                 progress=False,
                 on_record=measured.append,
             )
-            positions = [
-                cast(PositionsRecord, record)
-                for record in measured
-                if record["kind"] == "positions"
-            ]
+            positions: list[PositionsRecord] = []
+            for measurement in measured:
+                if measurement["kind"] == "positions":
+                    positions.append(cast(PositionsRecord, measurement))
 
             # A loss that could not be measured makes the mean over the replicas NaN.
             for index, (record, by_position) in enumerate(zip(records, positions, strict=True)):
@@ -164,10 +163,11 @@ class ExtrapolationCurves:
                     self._logger.info(
                         f"extrapolation at length {record['length']:,}: n/a: {record['note']}"
                     )
-                for row, value in enumerate(
-                    (record["loss"], in_context_score(by_position["losses"]))
-                ):
-                    totals[row, index] = math.nan if value is None else value * record["tokens"]
+                score = in_context_score(by_position["losses"])
+                for row, value in enumerate((record["loss"], score)):
+                    totals[row, index] = math.nan
+                    if value is not None:
+                        totals[row, index] = value * record["tokens"]
 
         # Mean over all tokens.
         means = engine.mean_over_replicas(totals) * engine.layout.data_size / self.num_tokens

@@ -16,7 +16,7 @@ from transformers import GPTNeoXForCausalLM
 
 from kerple.attention import AttentionMode, Span
 from kerple.positional.distance_maps import Clip
-from megatron.checkpoint.directory import read_manifest
+from megatron.checkpoint.manifest import read_manifest
 from megatron.checkpoint.storage import CheckpointError
 from megatron.cli import convert, import_release, inspect
 from megatron.cli.evaluate import main as evaluate_main

@@ -11,7 +11,8 @@ import time
 
 import pytest
 
-from megatron.checkpoint.directory import find_damage, find_step
+from megatron.checkpoint.directory import find_step
+from megatron.checkpoint.manifest import find_damage
 from megatron.evaluation.records import read_results
 from megatron.sweep.runner import CLAIM, RUN_VARIABLE, find_processes, last_lines, start_process
 from tests.support.processes import wait_for

@@ -22,7 +22,8 @@ import transformers
 import zstandard
 from hypothesis import strategies as st
 
-from megatron.checkpoint.directory import find_step, weights_fingerprint, write_manifest_of_folder
+from megatron.checkpoint.directory import find_step
+from megatron.checkpoint.manifest import weights_fingerprint, write_manifest_of_folder
 from megatron.preparation.indexed_writer import IndexedWriter
 from megatron.sweep.definition import read_sweep
 from megatron.sweep.planning import plan

@@ -22,13 +22,8 @@ from typing import NamedTuple
 import torch
 from hypothesis import strategies as st
 
-from megatron.checkpoint.directory import (
-    find_damage,
-    find_step,
-    has_checkpoint,
-    iteration_of,
-    read_manifest,
-)
+from megatron.checkpoint.directory import find_step, has_checkpoint, iteration_of
+from megatron.checkpoint.manifest import find_damage, read_manifest
 from megatron.checkpoint.storage import CheckpointError
 from tests.soak.cases import MEMORY_ALLOWANCE, Outcome, Trial, command_line, draw_seeded
 from tests.soak.files import PREPROCESS, small_work_items, write_lines

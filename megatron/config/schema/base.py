@@ -6,7 +6,7 @@ that mapping that no other field claims.
 """
 
 from collections.abc import Iterator
-from typing import Annotated, Any, cast
+from typing import Annotated, Any, Literal, cast
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic.fields import FieldInfo
@@ -96,11 +96,49 @@ def _extra(info: FieldInfo) -> dict[str, Any]:
 
 def integral(value: Any) -> Any:
     """YAML reads 1.0e5 as a float. An integral float is accepted as an integer."""
-    return (
-        int(value)
-        if isinstance(value, float) and value.is_integer() and abs(value) <= MAX_INT
-        else value
-    )
+    if isinstance(value, float) and value.is_integer() and abs(value) <= MAX_INT:
+        return int(value)
+    return value
+
+
+def _number_as_list(value: Any) -> Any:
+    """A single value is accepted instead of a list."""
+    if isinstance(value, int | float):
+        return [value]
+    return value
+
+
+def _text_as_list(value: Any) -> Any:
+    """A single value is accepted instead of a list."""
+    if isinstance(value, str):
+        return [value]
+    return value
+
+
+def _null_as_list(value: Any) -> Any:
+    """null resets the value that an earlier file has set."""
+    if value is None:
+        return ()
+    return value
+
+
+def _null_as_mapping(value: Any) -> Any:
+    """null resets the value that an earlier file has set."""
+    if value is None:
+        return {}
+    return value
+
+
+def _lower(value: Any) -> Any:
+    if isinstance(value, str):
+        return value.lower()
+    return value
+
+
+def _swish_to_silu(name: Any) -> Any:
+    if name == "swish":
+        return "silu"
+    return name
 
 
 Int = Annotated[int, BeforeValidator(integral)]
@@ -109,13 +147,12 @@ Ints = Annotated[tuple[Annotated[Int, Field(ge=1)], ...], Field(strict=False)]
 Steps = Annotated[
     tuple[Annotated[Int, Field(ge=0)], ...],
     Field(strict=False),
-    BeforeValidator(lambda x: () if x is None else x),
+    BeforeValidator(_null_as_list),
 ]
-# A single one is accepted instead of a list, as for the types below.
 Widths = Annotated[
     tuple[Annotated[Int, Field(ge=1, le=2**31)] | None, ...],
     Field(strict=False, min_length=1),
-    BeforeValidator(lambda x: [x] if isinstance(x, int | float) else x),
+    BeforeValidator(_number_as_list),
 ]
 
 
@@ -125,14 +162,24 @@ def _not_blank(path: str) -> str:
     return path
 
 
-# A path of a file or folder; a single one is accepted instead of a list.
+# A path of a file or folder.
 PathText = Annotated[str, AfterValidator(_not_blank)]
-_one_is_enough = BeforeValidator(lambda x: [x] if isinstance(x, str) else x)
-Texts = Annotated[tuple[str, ...], Field(strict=False), _one_is_enough]
-Paths = Annotated[tuple[PathText, ...], Field(strict=False), _one_is_enough]
+Texts = Annotated[tuple[str, ...], Field(strict=False), BeforeValidator(_text_as_list)]
+Paths = Annotated[tuple[PathText, ...], Field(strict=False), BeforeValidator(_text_as_list)]
 Weights = Annotated[tuple[Annotated[float, Field(gt=0, le=1e30)], ...], Field(strict=False)]
 _Beta = Annotated[float, Field(ge=0, lt=1)]
 Betas = Annotated[tuple[_Beta, _Beta], Field(strict=False)]
-CaseInsensitive = BeforeValidator(lambda x: x.lower() if isinstance(x, str) else x)
-# null resets the value that an earlier file has set.
-Mapping = Annotated[dict[str, Any], BeforeValidator(lambda x: {} if x is None else x)]
+CaseInsensitive = BeforeValidator(_lower)
+SwishIsSilu = BeforeValidator(_swish_to_silu)
+InitMethod = Literal[
+    "normal",
+    "scaled_normal",
+    "orthogonal",
+    "scaled_orthogonal",
+    "xavier_uniform",
+    "xavier_normal",
+    "wang_init",
+    "small_init",
+    "single_residual_scaled_normal",
+]
+Mapping = Annotated[dict[str, Any], BeforeValidator(_null_as_mapping)]

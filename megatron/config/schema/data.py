@@ -13,6 +13,7 @@ _NUM_SPLITS = 3
 class DataConfig(ConfigSection):
     """Data"""
 
+    # Where the documents are.
     data_path: PathText | None = field(
         None, "Prefix of the dataset (path without .bin and .idx), which `split` divides."
     )
@@ -21,6 +22,8 @@ class DataConfig(ConfigSection):
     )
     valid_data_paths: Paths | None = field(None, "Prefixes of validation datasets.")
     test_data_paths: Paths | None = field(None, "Prefixes of test datasets.")
+
+    # How often each dataset is drawn.
     train_data_weights: Weights | None = field(
         None, "Weights of the training datasets in the blend. Default: equal."
     )
@@ -31,9 +34,8 @@ class DataConfig(ConfigSection):
     weight_by_num_documents: bool = field(
         False,
         """True: weight each dataset of a blend by (number of its documents)^weighted_sampler_alpha,
-            instead of by the
-        given weights. (This is GPT-NeoX's documented rule; its code also multiplies by 1 -
-        weight.)""",
+        instead of by the given weights. (This is GPT-NeoX's documented rule; its code also
+        multiplies by 1 - weight.)""",
     )
     weighted_sampler_alpha: float = field(
         1.0,
@@ -42,6 +44,8 @@ class DataConfig(ConfigSection):
         ge=0,
         le=10,
     )
+
+    # Which documents are for what, and how they are read.
     split: str = field(
         "969, 30, 1", "Proportions of training, validation and test documents in data_path."
     )
@@ -58,21 +62,23 @@ class DataConfig(ConfigSection):
     data_cache_path: PathText | None = field(
         None, "Folder for the shuffled sample indices. Default: next to the dataset."
     )
+
+    # Documents in a row.
     eod_mask_loss: bool = field(
         False,
         """True: exclude the token after each end-of-document token from the loss, which is the mean
-            over all other
-        tokens of the global batch. (GPT-NeoX takes the mean of the micro-batches' means.)""",
+        over all other tokens of the global batch. (GPT-NeoX takes the mean of the micro-batches'
+        means.)""",
     )
     reset_attention_mask: bool = field(
         False,
         """True: in training and validation, a token attends only to its own document, in which
-            positions start at 0.
-        Documents end with the end-of-document token. (In Megatron, positions also need
-        reset_position_ids.)""",
+        positions start at 0. Documents end with the end-of-document token. (In Megatron, positions
+        also need reset_position_ids.)""",
     )
 
     def contradictions(self) -> Iterator[str]:
+        # Which documents.
         if self.data_path is not None and self.train_data_paths is not None:
             yield (
                 "data_path and train_data_paths are both set; use either data_path with split, or "
@@ -87,11 +93,11 @@ class DataConfig(ConfigSection):
                 "weight_by_num_documents requires train_data_paths, which is not set; set it, or "
                 "remove the key"
             )
+
+        # One weight for each path.
         for split in ("train", "valid", "test"):
-            paths, weights = (
-                getattr(self, f"{split}_data_paths"),
-                getattr(self, f"{split}_data_weights"),
-            )
+            paths = getattr(self, f"{split}_data_paths")
+            weights = getattr(self, f"{split}_data_weights")
             if weights is None:
                 continue
             if self.weight_by_num_documents:
@@ -106,11 +112,8 @@ class DataConfig(ConfigSection):
                 )
 
     def warnings(self) -> Iterator[str]:
-        lists = [
-            f"{part}_data_paths"
-            for part in ("train", "valid", "test")
-            if getattr(self, f"{part}_data_paths")
-        ]
+        names = ("train_data_paths", "valid_data_paths", "test_data_paths")
+        lists = [name for name in names if getattr(self, name)]
         if self.data_path is not None and lists:
             yield f"data_path has no effect, because {lists[0]} is set"
 
@@ -125,11 +128,8 @@ def split_shares(split: str) -> list[float]:
         shares = [float(share) for share in split.split(",")]
     except ValueError:
         shares = []
-    if (
-        not 1 <= len(shares) <= _NUM_SPLITS
-        or not all(0 <= share < math.inf for share in shares)
-        or sum(shares) == 0
-    ):
+    are_shares = all(0 <= share < math.inf for share in shares) and sum(shares) > 0
+    if not are_shares or not 1 <= len(shares) <= _NUM_SPLITS:
         raise UserError(
             f"split {split!r} is not of the form TRAIN,VALID,TEST, for example 949,50,1"
         )
@@ -144,9 +144,8 @@ class TokenizerConfig(ConfigSection):
     ] = field(
         "GPT2BPETokenizer",
         """GPT2BPETokenizer: vocab_file (JSON) and merge_file of GPT-2; HFTokenizer: vocab_file is a
-            tokenizer.json of
-        Hugging Face tokenizers; SPMTokenizer: vocab_file is a SentencePiece model;
-        CharLevelTokenizer: one token per UTF-8 byte, no files.""",
+        tokenizer.json of Hugging Face tokenizers; SPMTokenizer: vocab_file is a SentencePiece
+        model; CharLevelTokenizer: one token per UTF-8 byte, no files.""",
     )
     vocab_file: PathText | None = field(None, "Vocabulary file of the tokenizer.")
     merge_file: PathText | None = field(None, "Merges file of GPT-2's BPE.")

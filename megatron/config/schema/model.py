@@ -6,7 +6,7 @@ from fnmatch import fnmatchcase
 from typing import Annotated, Any, Literal
 
 import torch
-from pydantic import BeforeValidator, ModelWrapValidatorHandler, model_validator
+from pydantic import ModelWrapValidatorHandler, model_validator
 
 from kerple.attention import Requirements, check_backend
 from kerple.positional.base import ModelShape, PositionalMethod
@@ -21,9 +21,11 @@ from kerple.positional.wrappers import PerLayer
 from megatron.config.schema.base import (
     CaseInsensitive,
     ConfigSection,
+    InitMethod,
     Int,
     Mapping,
     PathText,
+    SwishIsSilu,
     Widths,
     field,
 )
@@ -40,19 +42,6 @@ _METHOD_KEYS = (
     ("rpe_num_buckets", "num_buckets", ("rpe",)),
     ("rpe_max_distance", "max_distance", ("rpe",)),
 )
-_SiluIsSwish = BeforeValidator(lambda x: "silu" if x == "swish" else x)
-
-InitMethod = Literal[
-    "normal",
-    "scaled_normal",
-    "orthogonal",
-    "scaled_orthogonal",
-    "xavier_uniform",
-    "xavier_normal",
-    "wang_init",
-    "small_init",
-    "single_residual_scaled_normal",
-]
 
 
 class ModelConfig(ConfigSection):
@@ -71,9 +60,9 @@ class ModelConfig(ConfigSection):
     num_kv_heads: Int = field(
         None,
         """Heads of keys and values. If there are fewer than num_attention_heads, consecutive query
-            heads share one
-        (grouped-query attention, arXiv 2305.13245). Must divide num_attention_heads, and be
-        divisible by model_parallel_size. Default: num_attention_heads.""",
+        heads share one (grouped-query attention, arXiv 2305.13245). Must divide
+        num_attention_heads, and be divisible by model_parallel_size. Default:
+        num_attention_heads.""",
         ge=1,
         le=2**16,
     )
@@ -91,8 +80,8 @@ class ModelConfig(ConfigSection):
     intermediate_size: Int = field(
         None,
         """Width of the MLP. As in GPT-NeoX, a gated MLP (activation swiglu or geglu) has a third of
-            it, which keeps the
-        number of parameters: 33024 is Llama 7B's 11008. Default: 4 * hidden_size.""",
+        it, which keeps the number of parameters: 33024 is Llama 7B's 11008. Default: 4 *
+        hidden_size.""",
         ge=1,
         le=2**24,
     )
@@ -123,24 +112,22 @@ class ModelConfig(ConfigSection):
     use_bias_in_attn_output: bool = field(
         None,
         """False: attention's output projection has no bias, even if that of queries, keys and
-            values has one, as in
-        Qwen2. Default: use_bias_in_attn_linear.""",
+        values has one, as in Qwen2. Default: use_bias_in_attn_linear.""",
     )
     use_bias_in_mlp: bool = field(True, "False: the linear layers of the MLP have no biases.")
     use_qk_layernorm: bool = field(
         False,
         """True: normalize each head of queries and keys, before rotation, with the norm of `norm`.
-            Queries and keys
-        have one weight vector each, of the size of a head, as in Qwen3. GPT-NeoX normalizes all
-        heads of a tensor-parallel rank at once, with the same weights for queries and keys.""",
+        Queries and keys have one weight vector each, of the size of a head, as in Qwen3. GPT-NeoX
+        normalizes all heads of a tensor-parallel rank at once, with the same weights for queries
+        and keys.""",
     )
     sliding_window_width: Widths | None = field(
         None,
         """A query attends to this number of keys before its own position, and to its own, in
-            training and in
-        evaluation: one key more than with Hugging Face's sliding_window of the same size. A number
-        for all layers, or a list that repeats, with null for layers that attend to all keys: [511,
-        511, 511, null]. Default: to all.""",
+        training and in evaluation: one key more than with Hugging Face's sliding_window of the same
+        size. A number for all layers, or a list that repeats, with null for layers that attend to
+        all keys: [511, 511, 511, null]. Default: to all.""",
     )
     no_weight_tying: bool = field(
         False,
@@ -157,8 +144,8 @@ class ModelConfig(ConfigSection):
     release_bf16_distances: bool = field(
         False,
         """True: round the distances and biases of KERPLE and ALiBi to bfloat16, as the original
-            KERPLE code did. Most
-        distances above 256 are not exact in bfloat16. Use it only to reproduce its numbers.""",
+        KERPLE code did. Most distances above 256 are not exact in bfloat16. Use it only to
+        reproduce its numbers.""",
     )
     rotary_pct: float = field(
         1.0,
@@ -183,19 +170,17 @@ class ModelConfig(ConfigSection):
     noise_seq_length: Int | None = field(
         None,
         """FIRE: twice the initial threshold, as in DAPE's configurations. Default: the method's
-            default threshold, 512
-        (pos_emb_options: {threshold: ...}).""",
+        default threshold, 512 (pos_emb_options: {threshold: ...}).""",
         ge=2,
     )
     rpe_num_buckets: Int = field(32, "rpe (T5): number of distance buckets.", ge=2, le=2**20)
     rpe_max_distance: Int = field(
         128, "rpe (T5): distance, in tokens, from which all keys share the last bucket.", ge=2
     )
-    activation: Annotated[Literal["gelu", "relu", "silu", "swiglu", "geglu"], _SiluIsSwish] = field(
+    activation: Annotated[Literal["gelu", "relu", "silu", "swiglu", "geglu"], SwishIsSilu] = field(
         "gelu",
         """Activation of the MLP. swiglu and geglu: a gated MLP, whose gate has the activation silu
-            or exact GELU (arXiv
-        2002.05202). swish, GPT-NeoX's name of silu, is accepted too.""",
+        or exact GELU (arXiv 2002.05202). swish, GPT-NeoX's name of silu, is accepted too.""",
     )
     bias_gelu_fusion: bool = field(
         False,
@@ -231,9 +216,9 @@ class ModelConfig(ConfigSection):
     ] = field(
         "auto",
         """How attention is computed. reference: plain PyTorch, materializes the score matrix; sdpa:
-            PyTorch's scaled_dot_product_attention; chunked: blocks of queries, memory linear in the
-            sequence length; flex: PyTorch's FlexAttention; fused: this project's Triton kernels
-            (GPU); auto: the fastest one that supports the positional method.""",
+        PyTorch's scaled_dot_product_attention; chunked: blocks of queries, memory linear in the
+        sequence length; flex: PyTorch's FlexAttention; fused: this project's Triton kernels (GPU);
+        auto: the fastest one that supports the positional method.""",
     )
     gpt_j_residual: bool = field(
         False,
@@ -250,35 +235,28 @@ class ModelConfig(ConfigSection):
     def _fill_in_sizes(
         cls, values: Any, handler: ModelWrapValidatorHandler["ModelConfig"]
     ) -> "ModelConfig":
-        """Fill in the defaults that depend on other keys. They do not become part of
-        `model_fields_set`.
-        """
+        """Fill in defaults that depend on other keys. They are not in `model_fields_set`."""
         if not isinstance(values, dict):
             return handler(values)
-        hidden, heads = values.get("hidden_size"), values.get("num_attention_heads")
+        hidden: Any = values.get("hidden_size")
+        heads: Any = values.get("num_attention_heads")
         defaults = {
             "max_position_embeddings": values.get("seq_length"),
             "num_kv_heads": heads,
             "use_bias_in_attn_output": values.get("use_bias_in_attn_linear", True),
         }
-        if (
-            isinstance(hidden, int | float)
-            and isinstance(heads, int | float)
-            and hidden >= 1
-            and heads >= 1
-        ):
-            defaults |= {
-                "head_size": max(1, int(hidden // heads)),
-                "intermediate_size": 4 * int(hidden),
-            }
-        given = {
-            name: value
-            for name, value in values.items()
-            if value is not None or name not in defaults
-        }
-        section = handler(
-            {**{name: value for name, value in defaults.items() if value is not None}, **given}
-        )
+        are_numbers = isinstance(hidden, int | float) and isinstance(heads, int | float)
+        if are_numbers and hidden >= 1 and heads >= 1:
+            defaults["head_size"] = max(1, int(hidden // heads))
+            defaults["intermediate_size"] = 4 * int(hidden)
+        given, complete = dict(values), dict(values)
+        for name, default in defaults.items():
+            if values.get(name) is None:
+                given.pop(name, None)
+                complete.pop(name, None)
+                if default is not None:
+                    complete[name] = default
+        section = handler(complete)
         section.model_fields_set.intersection_update(given)
         return section
 
@@ -297,7 +275,9 @@ class ModelConfig(ConfigSection):
                 f"num_attention_heads {heads} is not divisible by num_kv_heads {kv_heads}; the "
                 "same number of query heads shares each head of keys and values"
             )
-        actual_type = "multihead" if kv_heads == heads else "groupedquery"
+        actual_type = "groupedquery"
+        if kv_heads == heads:
+            actual_type = "multihead"
         if self.attention_type not in (None, actual_type):
             yield (
                 f"attention_type {self.attention_type}, but num_kv_heads {kv_heads} with "
@@ -318,25 +298,20 @@ class ModelConfig(ConfigSection):
             )
 
         # The rounding of the original KERPLE code.
-        if self.release_bf16_distances and not canonical_name(self.pos_emb).startswith(
-            ("kerple_", "alibi")
-        ):
+        rounds, name = self.release_bf16_distances, canonical_name(self.pos_emb)
+        if rounds and not name.startswith(("kerple_", "alibi")):
             yield (
                 '"release_bf16_distances": the original KERPLE code computes distances in bfloat16 '
-                "only for KERPLE and "
-                f"ALiBi, not for pos_emb {self.pos_emb}; remove the key"
+                f"only for KERPLE and ALiBi, not for pos_emb {self.pos_emb}; remove the key"
             )
-        if self.release_bf16_distances and self.pos_emb_options.get("random_range") is not None:
+        if rounds and self.pos_emb_options.get("random_range") is not None:
             yield (
                 '"release_bf16_distances": distances of random positions (random_range) are not '
-                "rounded; remove one of "
-                "the two"
+                "rounded; remove one of the two"
             )
 
     def _positional_contradictions(self) -> Iterator[str]:
-        """The method does not exist, does not support its options or the attention backend, or has
-        one option twice.
-        """
+        """Of the method with its options, and with the attention backend."""
         # The user's own module registers further methods.
         if self.pos_emb_module is not None:
             try:
@@ -357,10 +332,9 @@ class ModelConfig(ConfigSection):
             nearest = difflib.get_close_matches(self.pos_emb, names, n=3, cutoff=0.0)
             yield (
                 f'pos_emb "{self.pos_emb}" is not a known method; nearest: {", ".join(nearest)}. '
-                "The file of your own "
-                "method must be named each time: --set pos-emb-module=FILE (for kerple convert, "
-                "inspect and report, --pos-emb-module FILE). For methods of several files, name "
-                "one that loads them all (docs/adding-a-method.md)"
+                "The file of your own method must be named each time: --set pos-emb-module=FILE "
+                "(for kerple convert, inspect and report, --pos-emb-module FILE). For methods of "
+                "several files, name one that loads them all (docs/adding-a-method.md)"
             )
             return
         try:
@@ -369,11 +343,7 @@ class ModelConfig(ConfigSection):
                 *methods, dropout=self.attention_dropout > 0, head_size=self.head_size
             )
             check_backend(self.attention_backend, requirements)
-        except (
-            ValueError,
-            NotImplementedError,
-            TypeError,
-        ) as error:  # TypeError: options of another type
+        except (ValueError, NotImplementedError, TypeError) as error:  # options of another type
             yield f"pos_emb {self.pos_emb}: {error}"
             return
 
@@ -411,9 +381,7 @@ class ModelConfig(ConfigSection):
                     )
 
     def _keys_without_effect(self) -> Iterator[tuple[str, str]]:
-        """Those of _METHOD_KEYS that are set, but that the positional method does not read, with
-        their options.
-        """
+        """Those of _METHOD_KEYS, with their options, that are set but not read by the method."""
         for name, option, _ in _METHOD_KEYS:
             default = type(self).model_fields[name].default
             if getattr(self, name) != default and option not in self.positional_options:
@@ -451,16 +419,12 @@ class ModelConfig(ConfigSection):
 
     @property
     def positional_options(self) -> dict[str, Any]:
-        """Options of the positional method: the keys of GPT-NeoX and DAPE for it, then
-        pos_emb_options.
-        """
+        """Options of the method: the keys of GPT-NeoX and DAPE for it, then pos_emb_options."""
         options = {option: self._option_of(name) for name, option in self._keys_of_method()}
         return {**options, **self.pos_emb_options}
 
     def _keys_of_method(self) -> Iterator[tuple[str, str]]:
-        """Those of _METHOD_KEYS that have a value and that the positional method reads, with their
-        options.
-        """
+        """Those of _METHOD_KEYS, with their options, that are set and that the method reads."""
         method = canonical_name(self.pos_emb)
         for name, option, patterns in _METHOD_KEYS:
             is_read = any(fnmatchcase(method, pattern) for pattern in patterns)
@@ -468,11 +432,11 @@ class ModelConfig(ConfigSection):
                 yield name, option
 
     def _option_of(self, name: str) -> Any:
-        """The value of the option that the key `name` stands for. The initial threshold of FIRE is
-        half of DAPE's noise_seq_length.
-        """
+        """The value of the option that the key `name` stands for."""
         value = getattr(self, name)
-        return value // 2 if name == "noise_seq_length" else value
+        if name == "noise_seq_length":
+            value //= 2  # the initial threshold of FIRE
+        return value
 
     @property
     def shape(self) -> ModelShape:
@@ -493,7 +457,9 @@ class ModelConfig(ConfigSection):
     @property
     def mlp_features(self) -> int:
         """Features of the MLP: rows of its first projection, and of the gate's."""
-        size = -(-(2 * self.intermediate_size // 3) // 2) if self.gated else self.intermediate_size
+        size = self.intermediate_size
+        if self.gated:
+            size = -(-(2 * size // 3) // 2)
         return -(-size // self.mlp_multiple_of) * self.mlp_multiple_of
 
     @property
@@ -502,12 +468,16 @@ class ModelConfig(ConfigSection):
         layers differ, those of the first layers, which repeat.
         """
         windows = tuple(width and width + 1 for width in self.sliding_window_width or (None,))
-        return windows[0] if len(set(windows)) == 1 else windows
+        if len(set(windows)) == 1:
+            return windows[0]
+        return windows
 
     @property
     def windows(self) -> tuple[int | None, ...]:
         """The window of each block."""
-        pattern = self.window if isinstance(self.window, tuple) else (self.window,)
+        pattern = self.window
+        if not isinstance(pattern, tuple):
+            pattern = (pattern,)
         return tuple(pattern[layer % len(pattern)] for layer in range(self.num_layers))
 
     @property
@@ -515,11 +485,13 @@ class ModelConfig(ConfigSection):
         """The activation that the MLP computes: gelu_tanh is the approximation of GPT-NeoX's fused
         bias+GELU kernel, which evaluation must use too.
         """
-        return (
-            "gelu_tanh" if self.activation == "gelu" and self.bias_gelu_fusion else self.activation
-        )
+        if self.activation == "gelu" and self.bias_gelu_fusion:
+            return "gelu_tanh"
+        return self.activation
 
     @property
     def norm_epsilon(self) -> float:
         """The epsilon of the chosen norm."""
-        return self.rms_norm_epsilon if self.norm == "rmsnorm" else self.layernorm_epsilon
+        if self.norm == "rmsnorm":
+            return self.rms_norm_epsilon
+        return self.layernorm_epsilon

@@ -29,12 +29,12 @@ _FALSE = (False, "0", "off", "f", "false", "n", "no")
 class OptimizerConfig(ConfigSection):
     """Optimizer"""
 
+    # Which optimizer, and its parameters.
     type: Annotated[OptimizerType, CaseInsensitive] = field(
         "adam",
         """Case-insensitive. adam and adamw are the same and decouple the weight decay, as in
-            GPT-NeoX. muon is for the
-        weight matrices of the blocks, with Adam for embeddings, norms, biases and positional
-        parameters.""",
+        GPT-NeoX. muon is for the weight matrices of the blocks, with Adam for embeddings, norms,
+        biases and positional parameters.""",
         path="optimizer.type",
     )
     use_bnb_optimizer: bool = field(
@@ -50,8 +50,7 @@ class OptimizerConfig(ConfigSection):
     betas: Betas | None = field(
         None,
         """Decay rates of the first and second moment of Adam (and of Adam in Muon), default [0.9,
-            0.999]; of Lion's
-        update and momentum, default [0.9, 0.99].""",
+        0.999]; of Lion's update and momentum, default [0.9, 0.99].""",
         path="optimizer.params.betas",
     )
     eps: float | None = field(
@@ -67,11 +66,12 @@ class OptimizerConfig(ConfigSection):
     params: dict[Literal["apex", "adam_w_mode", "nesterov"], bool] = field(
         {},
         """apex: true uses NVIDIA apex's FusedAdam, which must be installed, instead of PyTorch's
-            fused AdamW;
-        adam_w_mode: false adds the weight decay to Adam's gradient (L2) instead of decoupling it;
-        nesterov: Nesterov momentum, default false for SGD and true for Muon.""",
+        fused AdamW; adam_w_mode: false adds the weight decay to Adam's gradient (L2) instead of
+        decoupling it; nesterov: Nesterov momentum, default false for SGD and true for Muon.""",
         path="optimizer.params.*",
     )
+
+    # What all optimizers have.
     weight_decay: float = field(
         0.1,
         "Weight decay. Norms, biases and positional parameters have none, except matrices of "
@@ -88,11 +88,12 @@ class OptimizerConfig(ConfigSection):
     gradient_clipping: float = field(
         1.0, "Maximum global L2 norm of the gradients. 0: no clipping.", ge=0
     )
+
+    # Partitioning of the state.
     zero_stage: Int = field(
         0,
         """ZeRO stage. 0: off; 1: shards the optimizer state over the data-parallel ranks; 2: also
-            the gradients; 3:
-        also the parameters. 2 and 3 require pipe_parallel_size 0.""",
+        the gradients; 3: also the parameters. 2 and 3 require pipe_parallel_size 0.""",
         path="zero_optimization.stage",
         ge=0,
         le=3,
@@ -100,8 +101,8 @@ class OptimizerConfig(ConfigSection):
     zero: dict[str, Any] = field(
         {},
         """Further ZeRO keys, passed to DeepSpeed unchanged
-            (https://www.deepspeed.ai/docs/config-json/). Offloading the
-        optimizer and zenflow are not supported, so cpu_offload must be false.""",
+        (https://www.deepspeed.ai/docs/config-json/). Offloading the optimizer and zenflow are not
+        supported, so cpu_offload must be false.""",
         path="zero_optimization.*",
     )
 
@@ -116,7 +117,9 @@ class OptimizerConfig(ConfigSection):
     @property
     def name(self) -> OptimizerName:
         """The optimizer's name in the registry."""
-        return "adam8bit" if self.use_bnb_optimizer else self.type
+        if self.use_bnb_optimizer:
+            return "adam8bit"
+        return self.type
 
     @property
     def spec(self) -> OptimizerSpec:
@@ -127,18 +130,18 @@ class OptimizerConfig(ConfigSection):
         if self.use_bnb_optimizer and OPTIMIZERS[self.type] is not OPTIMIZERS["adam"]:
             yield (
                 '"use_bnb_optimizer": bitsandbytes is used only for Adam, but optimizer.type is '
-                f"{self.type}; remove "
-                "use_bnb_optimizer, or set optimizer.type to Adam"
+                f"{self.type}; remove use_bnb_optimizer, or set optimizer.type to Adam"
             )
             return
+
+        # Parameters of another optimizer.
         known, params = self.spec.defaults, self.all_params
         for name in params:
             if name not in known:
                 accepted = ", ".join(sorted({*known, "weight_decay"}))
                 yield (
                     f'"optimizer.params.{name}": {optimizer_setting(self.name)} does not have this '
-                    "parameter; remove "
-                    f"it ({self.name} has {accepted})"
+                    f"parameter; remove it ({self.name} has {accepted})"
                 )
         if "nesterov" in known and params["nesterov"] and not params["momentum"]:
             yield (
@@ -151,16 +154,11 @@ class OptimizerConfig(ConfigSection):
         parameters.
         """
         for name, value in self.zero.items():
-            value = (
-                value.get("device", "none")
-                if isinstance(value, dict) and name != "zenflow"
-                else value
-            )
-            off = (
-                (False, "none", None, 1)
-                if name == "zero_hpz_partition_size"
-                else (False, "none", None)
-            )
+            if isinstance(value, dict) and name != "zenflow":
+                value = value.get("device", "none")
+            off: tuple[Any, ...] = (False, "none", None)
+            if name == "zero_hpz_partition_size":
+                off += (1,)
             is_on = value is True or value not in off
             if name in _OTHER_OPTIMIZERS and is_on:
                 yield (
@@ -173,8 +171,12 @@ class OptimizerConfig(ConfigSection):
                     f"zero_optimization.{name} has no effect with stage {self.zero_stage}: "
                     "DeepSpeed uses it only with stage 3; remove the key, or use stage 3"
                 )
+
+        # Without the norm of the gradient, nothing can be clipped.
         norm = self.zero.get("compute_grad_norm")
-        if (norm.lower() if isinstance(norm, str) else norm) not in _FALSE:
+        if isinstance(norm, str):
+            norm = norm.lower()
+        if norm not in _FALSE:
             return
         if self.gradient_clipping:
             yield (
@@ -191,27 +193,28 @@ class OptimizerConfig(ConfigSection):
 class ScheduleConfig(ConfigSection):
     """Learning-rate schedule"""
 
+    # How long.
     train_iters: Int | None = field(
         None, "Total number of optimizer steps. 0: evaluate only.", ge=0
     )
     lr_decay_iters: Int | None = field(
         None,
         """Step at which the decay ends. Default: train_iters. Afterwards, cosine stays at min_lr
-            (in GPT-NeoX, it would
-        rise again).""",
+        (in GPT-NeoX, it would rise again).""",
         ge=1,
     )
+
+    # The shape, and its lowest value.
     lr_decay_style: Literal["constant", "linear", "cosine", "exponential"] = field(
         "linear", "Shape of the decay."
     )
     lr_schedule: Literal["neox", "neox-2022"] | None = field(
         None,
         """Formulas of the schedule. neox: those of current GPT-NeoX; the decay ends at
-            lr_decay_iters, and cosine ends
-        at min_lr. neox-2022: those of the original KERPLE code; the decay is spread over
-        lr_decay_iters steps after the warmup, so it does not complete, and min_lr is only a lower
-        bound. Default: that of the checkpoint from which the run resumes (neox-2022 for the
-        original KERPLE checkpoints), otherwise neox.""",
+        lr_decay_iters, and cosine ends at min_lr. neox-2022: those of the original KERPLE code; the
+        decay is spread over lr_decay_iters steps after the warmup, so it does not complete, and
+        min_lr is only a lower bound. Default: that of the checkpoint from which the run resumes
+        (neox-2022 for the original KERPLE checkpoints), otherwise neox.""",
     )
     min_lr: float = field(
         0.0, "Learning rate at the end of the cosine decay; lower bound for every decay.", ge=0
@@ -222,6 +225,8 @@ class ScheduleConfig(ConfigSection):
         ge=0,
         le=1,
     )
+
+    # The warmup before it.
     warmup: float = field(0.01, "Fraction of lr_decay_iters for the linear warmup.", ge=0, le=1)
     warmup_iters: Int | None = field(None, "Steps of the linear warmup, instead of `warmup`.", ge=0)
 
@@ -229,17 +234,17 @@ class ScheduleConfig(ConfigSection):
         for key, alternative in (("min_lr", "decay_lr_to"), ("warmup", "warmup_iters")):
             if key in self.model_fields_set and getattr(self, alternative) is not None:
                 yield f'"{key}" and "{alternative}" are both set; keep one of them'
-        if (
-            self.lr_decay_iters is not None
-            and self.warmup_steps(self.lr_decay_iters) >= self.lr_decay_iters
-        ):
-            key = "warmup" if self.warmup_iters is None else "warmup_iters"
+        decay_iters, key = self.lr_decay_iters, "warmup"
+        if self.warmup_iters is not None:
+            key = "warmup_iters"
+        if decay_iters is not None and self.warmup_steps(decay_iters) >= decay_iters:
             yield (
                 f"{key} {getattr(self, key):g}: the warmup must end before the decay, at "
-                f"lr_decay_iters {self.lr_decay_iters:,}; lower {key}, or raise lr_decay_iters"
+                f"lr_decay_iters {decay_iters:,}; lower {key}, or raise lr_decay_iters"
             )
 
     def warnings(self) -> Iterator[str]:
+        # A decay that the run does not reach.
         decay_iters, train_iters = self.lr_decay_iters, self.train_iters or 0
         if decay_iters is not None and 0 < train_iters < decay_iters:
             yield (
@@ -247,11 +252,10 @@ class ScheduleConfig(ConfigSection):
                 "ends before the learning rate has decayed; without lr_decay_iters, both end "
                 "together"
             )
-        if (
-            decay_iters is None
-            or decay_iters >= train_iters
-            or self.lr_decay_style not in ("linear", "cosine")
-        ):
+
+        # A decay that ends before the run.
+        falls = self.lr_decay_style in ("linear", "cosine")
+        if decay_iters is None or decay_iters >= train_iters or not falls:
             return
         is_incomplete = self.lr_schedule == "neox-2022" and self.warmup_steps(decay_iters) > 0
         if self.lowest_lr(1.0) == 0 and not is_incomplete:
@@ -272,16 +276,31 @@ class ScheduleConfig(ConfigSection):
 
     def lowest_lr(self, lr: float) -> float:
         """The learning rate at the end of the cosine decay from `lr`."""
-        return self.min_lr if self.decay_lr_to is None else self.decay_lr_to * lr
+        if self.decay_lr_to is None:
+            return self.min_lr
+        return self.decay_lr_to * lr
 
     def warmup_steps(self, decay_iters: int) -> float:
         """Steps of the linear warmup, for a decay that ends at step `decay_iters`."""
-        return self.warmup * decay_iters if self.warmup_iters is None else self.warmup_iters
+        if self.warmup_iters is not None:
+            return self.warmup_iters
+        return self.warmup * decay_iters
+
+
+# Names of data types -> this project's.
+_DTYPES: dict[str, Literal["fp32", "bf16", "fp16"]] = {
+    "fp32": "fp32",
+    "fp16": "fp16",
+    "float16": "fp16",
+    "bf16": "bf16",
+    "bfloat16": "bf16",
+}
 
 
 class PrecisionConfig(ConfigSection):
     """Precision"""
 
+    # The data type. Several keys may select it, if they agree.
     precision: Literal["fp32", "fp16", "bfloat16"] | None = field(
         None, "Data type of weights and activations. Default: set by fp16 and bf16, else fp32."
     )
@@ -296,6 +315,8 @@ class PrecisionConfig(ConfigSection):
     bf16_enabled: bool = field(
         False, "Mixed precision in bfloat16, with float32 master weights.", path="bf16.enabled"
     )
+
+    # The loss scale of fp16.
     loss_scale: float = field(
         0.0,
         "fp16: constant loss scale. 0: dynamic loss scaling.",
@@ -332,9 +353,9 @@ class PrecisionConfig(ConfigSection):
     def _requested_dtypes(self) -> dict[str, Literal["fp32", "bf16", "fp16"]]:
         dtypes: dict[str, Literal["fp32", "bf16", "fp16"]] = {}
         if self.precision is not None:
-            dtypes["precision"] = "bf16" if self.precision == "bfloat16" else self.precision
+            dtypes["precision"] = _DTYPES[self.precision]
         if self.fp16_enabled:
-            dtypes["fp16"] = "bf16" if self.fp16_type in ("bf16", "bfloat16") else "fp16"
+            dtypes["fp16"] = _DTYPES[self.fp16_type]
         if self.bf16_enabled:
             dtypes["bf16"] = "bf16"
         return dtypes

@@ -13,21 +13,22 @@ _MIN_FACTOR = 1.01
 class CheckpointConfig(ConfigSection):
     """Checkpoint"""
 
+    # Folders.
     save: PathText | None = field(
         None, "Folder to save checkpoints to. Default: do not save.", placeholders=True
     )
     load: PathText | None = field(
         None,
         """Folder of the checkpoint to start from. If it contains none, training prints this and
-            starts from scratch. If
-        save contains checkpoints of this run, it resumes from them.""",
+        starts from scratch. If save contains checkpoints of this run, it resumes from them.""",
         placeholders=True,
     )
+
+    # When a checkpoint is saved, and how long it is kept.
     save_interval: float | None = field(
         None,
         """Optimizer steps between checkpoints; the last step is always saved. With checkpoint_scale
-            log, the factor
-        between the steps of consecutive checkpoints.""",
+        log, the factor between the steps of consecutive checkpoints.""",
         aliases=("checkpoint_factor",),
         ge=1,
     )
@@ -42,15 +43,16 @@ class CheckpointConfig(ConfigSection):
     keep_last_n_checkpoints: Int | None = field(
         None,
         """Delete all but this many of the run, and those that extra_save_iters and checkpoint_scale
-            log ask for.
-        Default: keep all.""",
+        log ask for. Default: keep all.""",
         ge=1,
     )
+
+    # What is loaded and saved.
     finetune: bool = field(
         False,
         """Load only the weights: a new optimizer, and training starts at step 0. The checkpoint
-            must exist. If it has
-        another positional method, the parameters of the new one are initialized.""",
+        must exist. If it has another positional method, the parameters of the new one are
+        initialized.""",
     )
     no_load_optim: bool = field(False, "Do not load the optimizer state.")
     no_load_rng: bool = field(False, "Do not load the states of the random number generators.")
@@ -63,6 +65,8 @@ class CheckpointConfig(ConfigSection):
         "If the checkpoint to load is damaged, load the newest intact one before it. Same as "
         "--fallback.",
     )
+
+    # Differences from the checkpoint that are not errors.
     allow_other_tokenizer: bool = field(
         False,
         "Use the checkpoint with another tokenizer than the one it was trained with, instead of an "
@@ -121,6 +125,7 @@ class CheckpointConfig(ConfigSection):
 class LoggingConfig(ConfigSection):
     """Logging"""
 
+    # The project's own log.
     log_dir: PathText | None = field(
         None,
         "Folder for a copy of the console output and for metrics.jsonl. Default: none.",
@@ -132,6 +137,8 @@ class LoggingConfig(ConfigSection):
         "the GPU is known.",
         gt=0,
     )
+
+    # Other places for the metrics.
     tensorboard_dir: PathText | None = field(
         None, "Folder for TensorBoard. Default: none.", placeholders=True
     )
@@ -149,6 +156,8 @@ class LoggingConfig(ConfigSection):
         placeholders=True,
     )
     wandb_host: str = field("https://api.wandb.ai", "Weights & Biases: address of the server.")
+
+    # Traces of a few steps.
     profile: bool = field(
         False,
         "True: profile some steps with torch.profiler. Every rank writes a trace to "

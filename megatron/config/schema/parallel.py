@@ -32,26 +32,31 @@ def _partition_method(value: str) -> str:
 class ParallelConfig(ConfigSection):
     """Parallelism"""
 
+    # How the ranks share the model.
     pipe_parallel_size: Int = field(
         0,
         """Pipeline stages. 0 or 1: no pipeline (ZeRO 2 and 3 require 0); 2 or more: DeepSpeed's
-            PipelineModule.""",
+        PipelineModule.""",
         ge=0,
     )
     model_parallel_size: Int = field(
         1, "Tensor parallelism: number of ranks over which each layer is split.", ge=1
     )
+
+    # How they communicate.
     distributed_backend: Literal["nccl", "gloo"] | None = field(
         None, "Backend of torch.distributed. Default: nccl on GPUs, gloo on CPUs."
     )
     fp32_allreduce: bool = field(
         False, "True: average gradients over the data-parallel ranks in float32."
     )
+
+    # Details of DeepSpeed.
     pipe_partition_method: Annotated[str, AfterValidator(_partition_method)] = field(
         "type:transformer|mlp",
         """How layers are distributed over pipeline stages: parameters (equal parameter counts),
-            uniform (equal layer
-        counts), or type:REGEX (equal counts of the layers whose class name matches).""",
+        uniform (equal layer counts), or type:REGEX (equal counts of the layers whose class name
+        matches).""",
     )
     deepspeed_extra_args: dict[str, Any] = field(
         {},
@@ -139,20 +144,24 @@ class BatchConfig(ConfigSection):
                 )
             return total // divisor
 
+        # Without train_batch_size, it follows from the other two.
         if global_batch is None:
             if micro_batch is None:
                 raise UserError(
                     "no batch size: set train_micro_batch_size_per_gpu or train_batch_size"
                 )
             accumulation = accumulation or 1
-            return BatchSizes(
-                micro_batch, accumulation, micro_batch * accumulation * data_parallel_size
-            )
+            global_batch = micro_batch * accumulation * data_parallel_size
+            return BatchSizes(micro_batch, accumulation, global_batch)
+
+        # Otherwise one of them may be missing.
         if micro_batch is None:
             accumulation = accumulation or 1
             micro_batch = divide(global_batch, "gradient_accumulation_steps", accumulation)
         elif accumulation is None:
             accumulation = divide(global_batch, "train_micro_batch_size_per_gpu", micro_batch)
+
+        # All three are known, and must fit.
         product = micro_batch * accumulation * data_parallel_size
         if product != global_batch:
             raise UserError(
@@ -167,17 +176,17 @@ class BatchConfig(ConfigSection):
 class LauncherConfig(ConfigSection):
     """Launcher"""
 
+    # Which hosts and slots.
     hostfile: PathText | None = field(
         None,
         """File with one `HOST slots=N` line per node. Default: the file named by the environment
-            variable
-        DLTS_HOSTFILE, or /job/hostfile if it exists; otherwise only this machine is used.""",
+        variable DLTS_HOSTFILE, or /job/hostfile if it exists; otherwise only this machine is
+        used.""",
     )
     include: str | None = field(
         None,
         """Hosts and slots to use: HOST[:SLOT,SLOT...] joined by @. Selecting slots on several hosts
-            requires launcher
-        pdsh. Cannot be combined with num_gpus or num_nodes.""",
+        requires launcher pdsh. Cannot be combined with num_gpus or num_nodes.""",
     )
     exclude: str | None = field(
         None,
@@ -193,20 +202,22 @@ class LauncherConfig(ConfigSection):
         ge=1,
         le=1024,
     )
+
+    # Where rank 0 is.
     master_addr: str | None = field(
         None,
         """Address of the first host. Default: with Slurm, its first node; else the first address
-            that `hostname -I`
-        prints on the first host (with no_ssh_check, the host's name).""",
+        that `hostname -I` prints on the first host (with no_ssh_check, the host's name).""",
     )
     master_port: Int | None = field(
         None,
         """Port of the first node for torch.distributed. Default: a free port; on several nodes
-            29500; with Slurm a port
-        that depends on the job.""",
+        29500; with Slurm a port that depends on the job.""",
         ge=1,
         le=65535,
     )
+
+    # How ranks on other hosts are started.
     launcher: Annotated[Literal["pdsh", "openmpi", "slurm"], CaseInsensitive] = field(
         "pdsh",
         "Program that starts the ranks on several hosts: pdsh over ssh, mpirun, or srun "

@@ -17,16 +17,19 @@ class TrainingConfig(ConfigSection):
     """Training"""
 
     seed: Int = field(1234, "Seed of initial weights, data order and dropout.", ge=0, lt=2**32)
+
+    # Validation during the run.
     eval_interval: Int = field(1000, "Optimizer steps between validations.", ge=1)
     eval_iters: Int = field(100, "Batches per validation. 0: no validation.", ge=0)
     seq_length_val: Int | None = field(
         None, "Sequence length of validation, in tokens. Default: seq_length.", ge=1
     )
+
+    # Losses at other lengths during the run.
     extrapolation_lengths: Ints | None = field(
         None,
         """Additional sequence lengths, in tokens, at which every validation measures the loss; one
-            curve per length.
-        Default: none. Not with a pipeline, tensor parallelism or ZeRO 3.""",
+        curve per length. Default: none. Not with a pipeline, tensor parallelism or ZeRO 3.""",
         min_length=1,
     )
     extrapolation_tokens: Int | None = field(
@@ -37,6 +40,8 @@ class TrainingConfig(ConfigSection):
         {EXTRAPOLATION_TOKENS:,}, or one sequence of the longest length if that is more.""",
         ge=1,
     )
+
+    # Log, memory and end of the run.
     log_interval: Int = field(100, "Optimizer steps between two log lines.", ge=1)
     checkpoint_activations: bool = field(
         False,
@@ -88,9 +93,8 @@ class CurriculumConfig(ConfigSection):
     enabled: bool = field(
         False,
         """True: train on the first tokens of each sequence, as many as the schedule gives for the
-            step. The remaining
-        tokens of the sequence are skipped, so the position in the data does not depend on the
-        schedule.""",
+        step. The remaining tokens of the sequence are skipped, so the position in the data does not
+        depend on the schedule.""",
         path="curriculum_learning.enabled",
     )
     curriculum_type: Literal["seqlen"] = field(
@@ -98,6 +102,8 @@ class CurriculumConfig(ConfigSection):
         "The difficulty is the sequence length, in tokens.",
         path="curriculum_learning.curriculum_type",
     )
+
+    # The lengths, and how they grow.
     min_difficulty: Int | None = field(
         None, "Length of the first step.", path="curriculum_learning.min_difficulty", ge=1
     )
@@ -145,13 +151,14 @@ class CurriculumConfig(ConfigSection):
         if not self.enabled:
             return
         needed = {name: f"{_CONFIG}.{name}" for name in _NEEDED[self.schedule_type]}
-        needed |= {
-            name: f"curriculum_learning.{name}" for name in ("min_difficulty", "max_difficulty")
-        }
+        for name in ("min_difficulty", "max_difficulty"):
+            needed[name] = f"curriculum_learning.{name}"
         missing = [path for name, path in needed.items() if getattr(self, name) is None]
         for path in missing:
             yield f"{path} is not set, but schedule_type {self.schedule_type} needs it; set it"
-        others = {name for names in _NEEDED.values() for name in names}.difference(needed)
+
+        # Keys of another schedule would have no effect.
+        others = set[str]().union(*_NEEDED.values()).difference(needed)
         for name in sorted(others):
             if getattr(self, name) is not None:
                 yield (
@@ -199,6 +206,7 @@ class CurriculumConfig(ConfigSection):
 class EvaluationConfig(ConfigSection):
     """Evaluation"""
 
+    # Tasks of lm-evaluation-harness.
     eval_tasks: Texts | None = field(
         None,
         "Tasks of lm-evaluation-harness that evaluate.py runs instead of measuring extrapolation.",
@@ -216,11 +224,12 @@ class EvaluationConfig(ConfigSection):
     eval_max_length: Int | None = field(
         None,
         """Maximum number of tokens per model call in tasks: longer prompts are cut at the start,
-            longer documents are
-        split into windows. Default: 16 times the training length, or the size of a learned
-        table.""",
+        longer documents are split into windows. Default: 16 times the training length, or the size
+        of a learned table.""",
         ge=1,
     )
+
+    # Extrapolation.
     lengths: Ints | None = field(
         None,
         "Lengths, in tokens, at which perplexity is measured. Default: the training length times "
@@ -248,6 +257,8 @@ class GenerationConfig(ConfigSection):
         "prompts from the console. Default: input-file if sample_input_file is set, otherwise "
         "unconditional.",
     )
+
+    # How tokens are sampled.
     temperature: float = field(0.0, "Sampling temperature. 0: greedy decoding.", ge=0)
     top_p: float = field(
         0.0,
@@ -263,6 +274,8 @@ class GenerationConfig(ConfigSection):
     prompt_end: str = field(
         "\n", "Separator of prompts, in the interactive mode and in the prompt file."
     )
+
+    # Where prompts come from, and where texts go.
     sample_input_file: PathText | None = field(
         None, "File of prompts, separated by prompt_end; same as generate.py -i."
     )

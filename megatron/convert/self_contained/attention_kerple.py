@@ -93,7 +93,6 @@ class Layout:
         Raises ValueError for a mask that is not `[b, t]`, for positions that are not consecutive in
         a text, and for a cache that does not fit the mode.
         """
-        # The number of cached tokens, which is a tensor in graphs with a static cache.
         (batch, new), device, layers = hidden.shape[:2], hidden.device, getattr(cache, "layers", ())
         if mode is not None and any(hasattr(layer, "max_cache_len") for layer in layers):
             raise ValueError(
@@ -102,64 +101,81 @@ class Layout:
         hooks = frozenset().union(*(method.hooks for method in methods))
         needs_positions = mode is not None or bool(hooks & POSITION_HOOKS)
 
-        # In graphs without breaks values are unknown, so they are only possible without positions.
+        # The number of cached tokens, which a static cache changes in place. In graphs without
+        # breaks values are unknown, so they are only possible without positions.
         traced = torch.compiler.is_compiling() and not needs_positions
-        cached = 0 if cache is None else cache.get_seq_length()
-        if isinstance(cached, Tensor):  # a static cache changes its length in place
-            cached = cached.clone() if traced else int(cached)
-        static = isinstance(cached, Tensor)
-        layout = cls(cached, layers[0].max_cache_len if static else cached + new, mode)
+        cached = 0
+        if cache is not None:
+            cached = cache.get_seq_length()
+        is_static = traced and isinstance(cached, Tensor)
+        if is_static:
+            layout = cls(cached.clone(), layers[0].max_cache_len, mode)
+        else:
+            layout = cls(int(cached), int(cached) + new, mode)
 
-        # The texts, and the positions in them, of all tokens; the places of the new ones.
-        places = torch.arange(new, device=device) + cached
+        # The texts, and the positions in them, of all tokens `[b, t]`; the places of the new ones.
+        places = torch.arange(new, device=device) + layout.cached
         positions = torch.arange(layout.total, device=device).expand(batch, -1)
-        ids, has_documents = torch.zeros_like(positions), static
-        text = None
+        ids, text, has_documents = torch.zeros_like(positions), None, is_static
         if attention_mask is not None:
-            longest = getattr(layers[0], "max_cache_len", None) if layers else None
+            longest = None
+            if layers:
+                longest = getattr(layers[0], "max_cache_len", None)
             text = layout._text(attention_mask, batch, longest, traced)
         if text is not None:
             layout.padding, has_documents = ~text[:, places], True
             ids, positions = text.long() - 1, (text.long().cumsum(dim=1) - 1).clamp(min=0)
         if position_ids is not None and (needs_positions or new > 1):
-            given, is_text = position_ids.expand(batch, new), ids[:, places] == 0
-            first = is_text.long().argmax(dim=1, keepdim=True)
-            shift = (given - positions[:, places]).gather(1, first) * is_text.any(
-                dim=1, keepdim=True
-            )
-            jumps = (given.diff(dim=1) != 1) & is_text[:, 1:] & is_text[:, :-1]
-            if jumps.any():
-                if cached:
-                    raise ValueError(
-                        "position_ids must be consecutive in each text if tokens are cached"
-                    )
-                layout.uncacheable = (
-                    "packed sequences (position_ids with jumps) cannot be cached; use "
-                    "use_cache=False"
-                )
-                ids = F.pad(jumps, (1, 0)).cumsum(dim=1).masked_fill(~is_text, -1)
-                positions, has_documents = given, True
-            elif needs_positions and shift.any():
-                positions, has_documents = positions + shift, True
-                if mode is not None:
-                    raise ValueError(
-                        "in an inference mode, position_ids must count the tokens of each text "
-                        "from 0"
-                    )
+            given = position_ids.expand(batch, new)
+            renumbered = layout._renumbered(given, ids, positions, places, needs_positions)
+            if renumbered is not None:
+                (ids, positions), has_documents = renumbered, True
 
         # Only what is needed, because positions on the CPU wait for the device.
-        if needs_positions:
-            layout.positions = torch.arange(cached, layout.total, device="cpu")[None]
         if needs_positions and has_documents:
             layout.positions = positions[:, places].cpu()
+        elif needs_positions:
+            layout.positions = torch.arange(layout.cached, layout.total, device="cpu")[None]
         if mode is not None:
-            layout._fit_mode(cache, ids if has_documents else None)
+            layout._fit_mode(cache, ids, has_documents)
         if has_documents:
             if isinstance(cache, ModeCache):
                 ids, positions = cache.kept(ids, positions)
                 places = None  # the last ones
             layout.documents = Documents(ids, positions, places)
         return layout
+
+    def _renumbered(self, given, ids, positions, places, needs_positions):
+        """The texts and positions that follow from position_ids `[b, s]`, if they differ from
+        `ids` and `positions` `[b, t]`; otherwise None. Raises ValueError if they are not possible.
+        """
+        # Every jump starts another text of the row.
+        is_text = ids[:, places] == 0
+        jumps = (given.diff(dim=1) != 1) & is_text[:, 1:] & is_text[:, :-1]
+        if jumps.any():
+            if self.cached:
+                raise ValueError(
+                    "position_ids must be consecutive in each text if tokens are cached"
+                )
+            self.uncacheable = (
+                "packed sequences (position_ids with jumps) cannot be cached; use use_cache=False"
+            )
+            texts = F.pad(jumps, (1, 0)).cumsum(dim=1)
+            return texts.masked_fill(~is_text, -1), given
+
+        # Without jumps, a row may start at another position.
+        if not needs_positions:
+            return None
+        first = is_text.long().argmax(dim=1, keepdim=True)
+        shift = (given - positions[:, places]).gather(1, first)
+        shift = shift * is_text.any(dim=1, keepdim=True)
+        if not shift.any():
+            return None
+        if self.mode is not None:
+            raise ValueError(
+                "in an inference mode, position_ids must count the tokens of each text from 0"
+            )
+        return ids, positions + shift
 
     def _text(
         self, attention_mask: Tensor, batch: int, max_cache_len: int | None, traced: bool
@@ -190,10 +206,10 @@ class Layout:
             raise ValueError(message)
         return text
 
-    def _fit_mode(self, cache, ids: Tensor | None) -> None:
-        """ids: of the texts `[b, t]`, negative for padding; None without padding."""
+    def _fit_mode(self, cache, ids: Tensor, has_documents: bool) -> None:
+        """ids: of the texts `[b, t]`, negative for padding."""
         is_window = self.mode.span.window is not None
-        if is_window and ids is not None and ((ids[:, :-1] >= 0) & (ids[:, 1:] < 0)).any():
+        if is_window and has_documents and ((ids[:, :-1] >= 0) & (ids[:, 1:] < 0)).any():
             self.uncacheable = (
                 "in an inference mode with a window, tokens that are followed by padding cannot be "
                 "cached; pad on the left, or use use_cache=False"
@@ -208,9 +224,7 @@ class Layout:
             )
 
     def by_row(self, function, *states: Tensor) -> list[Tensor]:
-        """The results of `function(positions, *states)`, by row if they differ in
-        their positions.
-        """
+        """The results of `function(positions, *states)`, by row if their positions differ."""
         rows = [states]
         if len(self.positions) > 1:
             rows = zip(*(part.split(1) for part in states), strict=True)
@@ -232,9 +246,7 @@ class Layout:
         return self.by_row(lambda p, *row: method.rotate(*row, p, p), query, key)
 
     def append_decay(self, method, hidden, query, key, value, cache, layer):
-        """Query, key and value with the dimensions of the decay, if there is one.
-        Padding has none.
-        """
+        """Query, key and value with the dimensions of the decay, if any. Padding has none."""
         if "decay" not in method.hooks:
             return query, key, value
         decay, scale, previous = method.decay(hidden), query.shape[3] ** -0.5, None
@@ -271,36 +283,41 @@ def attend(
     # The places of a static cache that are in use.
     places, group = key.shape[2], query.shape[1] // key.shape[1]
     key, value = key[:, :, : layout.total], value[:, :, : layout.total]
-    extra, applied = 0, method
+    extra, applied, dropped = 0, method, 0
     if "decay" in method.hooks:  # it is a part of query and key
         extra, applied = extra_dimensions(key.dtype, group), None
+    if layout.documents is None:
+        dropped = layout.total - key.shape[2]
     in_mode = layout.mode is not None
+    if in_mode:
+        applied, tables = None, NO_TABLES
     call = AttentionCall(
         query=query,
         key=key,
         value=value,
         scale=(query.shape[3] - extra) ** -0.5,
-        method=None if in_mode else applied,
-        tables=NO_TABLES if in_mode else tables,
+        method=applied,
+        tables=tables,
         span=Span(window),
         documents=layout.documents,
         dropout_p=dropout,
-        dropped=0 if layout.documents is not None else layout.total - key.shape[2],
+        dropped=dropped,
     ).validate()
 
     # With output_attentions, the reference computes the probabilities.
-    backend = REFERENCE if output_attentions else BACKENDS[implementation]
+    backend = BACKENDS[implementation]
+    if output_attentions:
+        backend = REFERENCE
     reason = backend.unsupported_reason(Requirements.of_call(call))
     if reason is not None:
         raise ValueError(f"attn_implementation {implementation} {reason}; use another one")
 
     # An inference mode.
     if in_mode:
-        attend_to_text = partial(
-            attend_to_text_in_mode, method=method, layout=layout, backend=backend
-        )
+        parts = {"method": method, "layout": layout, "backend": backend}
         if layout.documents is None:
-            return attend_to_text(call), None
+            return attend_to_text_in_mode(call, **parts), None
+        attend_to_text = partial(attend_to_text_in_mode, **parts)
         return run_documents(call, layout.documents, attend_to_text), None
 
     # All keys.
@@ -309,8 +326,9 @@ def attend(
         return run(call, backend.compute, masks_documents=masks_documents), None
 
     # If the value of a key has a dimension of its own, the context is the probabilities.
-    own = torch.eye(key.shape[2], dtype=key.dtype, device=key.device).expand(*key.shape[:2], -1, -1)
-    probabilities = run(replace(call, value=own), backend.compute, masks_documents=masks_documents)
+    own = torch.eye(key.shape[2], dtype=key.dtype, device=key.device)
+    call = replace(call, value=own.expand(*key.shape[:2], -1, -1))
+    probabilities = run(call, backend.compute, masks_documents=masks_documents)
     context = probabilities @ value.repeat_interleave(group, dim=1)
     if places > key.shape[2]:
         probabilities = F.pad(probabilities, (0, places - key.shape[2]))
@@ -324,17 +342,22 @@ def attend_to_text_in_mode(call, method, layout, backend):
     if call.dropout_p:
         raise ValueError("attention_dropout must be 0 in an inference mode")
     query, key, first, total = call.query, call.key, call.dropped, call.dropped + call.kv_len
-    mode, start = (
-        layout.mode.at_length(layout.length or total).for_layer(method),
-        first + call.offset,
-    )
+    mode = layout.mode.at_length(layout.length or total).for_layer(method)
+
+    # Modes that change distances compute the scores explicitly.
     if mode.is_explicit(method):
+        start = first + call.offset
         return attend_in_mode(query, key, call.value, method, mode, start=start, scale=call.scale)
     if "rotate" in method.hooks:
         positions = torch.arange(first, total, device="cpu")
         query, key = mode.rotation(method).rotate(query, key, positions[call.offset :], positions)
-    length = total if "modify_scores" in method.hooks else mode.span.max_kv_len(total)
+
+    # All others use a backend and tables over the distances.
+    length, applied = mode.span.max_kv_len(total), method
+    if "modify_scores" in method.hooks:
+        length = total
+    if "decay" in method.hooks:
+        applied = None
     tables = tables_of(method, length, query.device, mode.distance_map)
-    applied = None if "decay" in method.hooks else method
     call = replace(call, query=query, key=key, method=applied, tables=tables, span=mode.span)
     return run(call, backend.compute)

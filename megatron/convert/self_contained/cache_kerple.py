@@ -56,7 +56,9 @@ class BoundedLayer(DynamicLayer):
 
     @property
     def dropped(self):
-        return self.cumulative_length - self.keys.shape[2] if self.is_initialized else 0
+        if not self.is_initialized:
+            return 0
+        return self.cumulative_length - self.keys.shape[2]
 
     def update(self, key_states, value_states, cache_kwargs=None):
         """Append `[b, g, s, d]`; return these and the kept ones. cache_kwargs: places in a static

@@ -2,7 +2,7 @@
 trained with.
 
 The positional method is in the `positional_*.py` files of this folder, unchanged from the training
-code. `attention_kerple_*.py` computes attention with it.
+code. `layers_kerple_*.py` has the layers, `attention_kerple_*.py` computes attention.
 
 Legend: b batch, s new tokens, t all tokens (cached and new), h heads, d head size, e hidden size, v
 vocabulary.
@@ -16,59 +16,24 @@ from torch import nn
 from transformers import DynamicCache, GenerationMixin, PreTrainedModel
 from transformers.modeling_layers import (
     GenericForSequenceClassification,
-    GradientCheckpointingLayer,
 )
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils.generic import can_return_tuple
 
-from .attention_kerple import Layout, attend, check_ignored, implementations, tables_of
+from .attention_kerple import Layout, check_ignored, implementations, tables_of
 from .attention_mode import FULL_MODE, parse_mode
-from .attention_tables import NO_TABLES, PositionTables
+from .attention_tables import NO_TABLES
 from .cache_kerple import ModeCache
 from .configuration_kerple import KerpleConfig
-from .positional_base import ModelShape, PositionalMethod
-from .positional_method import NAME, Method
+from .layers_kerple import KerpleLayer, check_loaded, is_shared, make_norm, make_positional
+from .positional_base import PositionalMethod
+from .positional_method import Method
 
-ACTIVATIONS = {
-    "gelu": F.gelu,
-    "gelu_pytorch_tanh": lambda hidden: F.gelu(hidden, approximate="tanh"),
-    "relu": F.relu,
-    "silu": F.silu,
-}
 # How transformers names the cache in `generate` and in outputs: `cache` since version 5.24.
-CACHE_NAME = "cache" if hasattr(BaseModelOutputWithPast, "cache") else "past_key_values"
-# The activation of the gate in a gated MLP.
-GATES = {"swiglu": F.silu, "geglu": F.gelu}
-
-
-def make_norm(config, size=None):
-    """The norm named in the configuration, over the hidden size or another one."""
-    size = config.hidden_size if size is None else size
-    if config.norm == "rmsnorm":
-        return nn.RMSNorm(size, eps=config.layer_norm_eps)
-    return nn.LayerNorm(size, eps=config.layer_norm_eps, bias=config.norm_bias)
-
-
-def make_positional(config, layer=0):
-    """The positional method of the configuration, for a layer. Raises ValueError if this code is
-    another method's.
-    """
-    if config.positional_method != NAME:
-        raise ValueError(
-            f"the configuration has positional_method {config.positional_method}, but the code "
-            f"that was loaded with it computes {NAME}; load the model with the code in its own "
-            "folder"
-        )
-    shape = ModelShape(
-        num_heads=config.num_attention_heads,
-        head_size=config.head_dim,
-        hidden_size=config.hidden_size,
-        num_layers=config.num_hidden_layers,
-        max_positions=config.max_position_embeddings,
-        layer=layer,
-    )
-    return Method.from_shape(shape, **config.positional_options)
+CACHE_NAME = "past_key_values"
+if hasattr(BaseModelOutputWithPast, "cache"):
+    CACHE_NAME = "cache"
 
 
 def inference_mode(config, methods):
@@ -92,154 +57,9 @@ def one_cache(cache, past_key_values):
     """The cache, under either of its names. Raises ValueError if both are given."""
     if cache is not None and past_key_values is not None:
         raise ValueError("give either cache or past_key_values: they are two names of one argument")
-    return past_key_values if cache is None else cache
-
-
-def is_shared(method):
-    """Whether one instance of the method serves all layers."""
-    return method.shared or "embed" in method.hooks
-
-
-def check_loaded(method, device):
-    """Raises ValueError if accelerate has offloaded parameters: it loads those of modules that are
-    called, and the positional method is not.
-    """
-    if (
-        not torch.compiler.is_compiling()
-        and device.type != "meta"
-        and any(p.is_meta for p in method.parameters())
-    ):
-        raise ValueError(
-            "the parameters of the positional method are offloaded to the CPU or disk, which is "
-            "not supported; give gpt_neox.positional (if it exists, otherwise gpt_neox.layers) a "
-            "device in device_map, or raise max_memory"
-        )
-
-
-class KerpleAttention(nn.Module):
-    """Causal self-attention, `[b, s, e] -> [b, s, e]`. Consecutive query heads can share a head of
-    keys and values.
-    """
-
-    def __init__(self, config, layer_idx):
-        super().__init__()
-        self.config = config
-        self.layer_idx = layer_idx
-        queries, keys = (
-            heads * config.head_dim
-            for heads in (config.num_attention_heads, config.num_key_value_heads)
-        )
-        self.queries_per_key = config.num_attention_heads // config.num_key_value_heads
-        self.query_key_value = nn.Linear(
-            config.hidden_size, queries + 2 * keys, bias=config.attention_bias
-        )
-        if config.qk_norm:
-            self.query_norm, self.key_norm = (
-                make_norm(config, config.head_dim),
-                make_norm(config, config.head_dim),
-            )
-        self.dense = nn.Linear(queries, config.hidden_size, bias=config.attention_output_bias)
-        method = make_positional(config, layer_idx)
-        self.positional = None if is_shared(method) else method
-
-    def forward(self, hidden, tables, shared, layout, cache, output_attentions):
-        """tables, shared: the tables and the method of all layers, if they share one."""
-        method = shared if self.positional is None else self.positional
-        check_loaded(method, hidden.device)
-        if self.positional is not None and layout.mode is None:
-            tables = tables_of(method, layout.total, hidden.device)
-        batch, new, _ = hidden.shape
-        # The rows of the weight are grouped by key head: the queries that share a key, the key, and
-        # its value.
-        shape = batch, new, -1, self.queries_per_key + 2, self.config.head_dim
-        states = self.query_key_value(hidden).view(shape).transpose(1, 2)
-        query, key, value = states.split((self.queries_per_key, 1, 1), dim=3)
-        query, key, value = query.transpose(2, 3).flatten(1, 2), key.squeeze(3), value.squeeze(3)
-        if self.config.qk_norm:
-            # Autocast computes norms in float32.
-            query, key = self.query_norm(query).to(value.dtype), self.key_norm(key).to(value.dtype)
-        query, key = layout.rotate(method, query, key)
-        query, key, value = layout.append_decay(
-            method, hidden, query, key, value, cache, self.layer_idx
-        )
-        if cache is not None:
-            # transformers 4 needs the places in a static cache.
-            places = {"cache_position": torch.arange(new, device=hidden.device) + layout.cached}
-            key, value = cache.update(key, value, self.layer_idx, places)
-        dropout = self.config.attention_dropout if self.training else 0.0
-        options = (
-            self.config.attention_window,
-            dropout,
-            self.config._attn_implementation,
-            output_attentions,
-        )
-        context, probabilities = attend(query, key, value, method, tables, layout, *options)
-        context = context[..., : self.config.head_dim].transpose(1, 2).reshape(batch, new, -1)
-        return self.dense(context), probabilities
-
-
-class KerpleMLP(nn.Module):
-    """`[b, s, e] -> [b, s, intermediate_size] -> [b, s, e]`."""
-
-    def __init__(self, config):
-        super().__init__()
-        self.dense_h_to_4h = nn.Linear(
-            config.hidden_size, config.intermediate_size, bias=config.mlp_bias
-        )
-        self.dense_4h_to_h = nn.Linear(
-            config.intermediate_size, config.hidden_size, bias=config.mlp_bias
-        )
-        self.activation = ACTIVATIONS[config.hidden_act]
-
-    def forward(self, hidden):
-        return self.dense_4h_to_h(self.activation(self.dense_h_to_4h(hidden)))
-
-
-class KerpleGatedMLP(nn.Module):
-    """w2(activation(w1(x)) * w3(x)), `[b, s, e] -> [b, s, intermediate_size] -> [b, s, e]`."""
-
-    def __init__(self, config):
-        super().__init__()
-        self.w1 = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
-        self.w3 = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
-        self.w2 = nn.Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
-        self.activation = GATES[config.hidden_act]
-
-    def forward(self, hidden):
-        return self.w2(self.activation(self.w1(hidden)) * self.w3(hidden))
-
-
-class KerpleLayer(GradientCheckpointingLayer):
-    """`[b, s, e] -> [b, s, e]`, pre-norm, with sequential or parallel residuals."""
-
-    def __init__(self, config, layer_idx):
-        super().__init__()
-        self.input_layernorm = make_norm(config)
-        self.attention = KerpleAttention(config, layer_idx)
-        self.post_attention_layernorm = make_norm(config)
-        self.mlp = KerpleGatedMLP(config) if config.hidden_act in GATES else KerpleMLP(config)
-        self.dropout = nn.Dropout(config.hidden_dropout)
-        self.parallel_residual = config.use_parallel_residual
-
-    # Reentrant checkpointing needs the tensors that require gradients as separate positional
-    # arguments. With gradient checkpointing, all supported versions of transformers remove a cache
-    # that is called `layer_past`.
-    def forward(
-        self, hidden, bias, weight, scores, shared, layout, layer_past=None, output_attentions=False
-    ):
-        tables = PositionTables(bias=bias, weight=weight, scores=scores)
-        attended, probabilities = self.attention(
-            self.input_layernorm(hidden), tables, shared, layout, layer_past, output_attentions
-        )
-        attended = self.dropout(attended)
-        if self.parallel_residual:
-            hidden = (
-                hidden + attended + self.dropout(self.mlp(self.post_attention_layernorm(hidden)))
-            )
-        else:
-            hidden = hidden + attended
-            hidden = hidden + self.dropout(self.mlp(self.post_attention_layernorm(hidden)))
-        return hidden, probabilities
+    if cache is None:
+        return past_key_values
+    return cache
 
 
 class KerplePreTrainedModel(PreTrainedModel):
@@ -265,14 +85,15 @@ class KerplePreTrainedModel(PreTrainedModel):
         allows it. Raises ValueError for one that cannot compute the method.
         """
         with torch.device("meta"):
-            methods = [
-                make_positional(self.config, layer)
-                for layer in range(self.config.num_hidden_layers)
-            ]
+            layers = range(self.config.num_hidden_layers)
+            methods = [make_positional(self.config, layer) for layer in layers]
         mode = inference_mode(self.config, methods)
-        supported = implementations(frozenset().union(*(method.hooks for method in methods)), mode)
+        hooks = frozenset().union(*(method.hooks for method in methods))
+        supported = implementations(hooks, mode)
         if requested_attention is None:
-            return "sdpa" if "sdpa" in supported else "eager"
+            if "sdpa" in supported:
+                return "sdpa"
+            return "eager"
         if requested_attention not in supported:
             method = str(self.config.positional_method)
             if mode is not None:
@@ -288,10 +109,8 @@ class KerplePreTrainedModel(PreTrainedModel):
         # transformers 5.0 and 5.10, among others, also call this for loaded modules, whose tensors
         # have a mark.
         if isinstance(module, PositionalMethod):
-            marks = [
-                getattr(parameter, "_is_hf_initialized", False) for parameter in module.parameters()
-            ]
-            if not all(marks):
+            parameters = module.parameters()
+            if not all(getattr(parameter, "_is_hf_initialized", False) for parameter in parameters):
                 module.reset_parameters()
 
 
@@ -302,11 +121,11 @@ class KerpleModel(KerplePreTrainedModel):
         super().__init__(config)
         self.embed_in = nn.Embedding(config.vocab_size, config.hidden_size)
         self.emb_dropout = nn.Dropout(config.hidden_dropout)
-        method = make_positional(config)
-        self.positional = method if is_shared(method) else None
-        self.layers = nn.ModuleList(
-            [KerpleLayer(config, index) for index in range(config.num_hidden_layers)]
-        )
+        self.positional = make_positional(config)
+        if not is_shared(self.positional):
+            self.positional = None
+        layers = [KerpleLayer(config, index) for index in range(config.num_hidden_layers)]
+        self.layers = nn.ModuleList(layers)
         self.final_layer_norm = make_norm(config)
         self.mode = inference_mode(config, self.methods())
         self.gradient_checkpointing = False
@@ -314,21 +133,16 @@ class KerpleModel(KerplePreTrainedModel):
 
     def methods(self):
         """The positional method that all layers share, or those of the layers."""
-        return (
-            [layer.attention.positional for layer in self.layers]
-            if self.positional is None
-            else [self.positional]
-        )
+        if self.positional is not None:
+            return [self.positional]
+        return [layer.attention.positional for layer in self.layers]
 
     def new_cache(self, max_length=None):
-        """An empty cache for the inference mode. max_length: of the text, if the mode depends on
-        it.
-        """
+        """An empty cache. max_length: of the text, if the inference mode depends on it."""
         if self.mode is None:
             return DynamicCache()
-        return ModeCache(
-            self.config.num_hidden_layers, self.mode.span.window, self.mode.span.sinks, max_length
-        )
+        span = self.mode.span
+        return ModeCache(self.config.num_hidden_layers, span.window, span.sinks, max_length)
 
     def get_input_embeddings(self):
         return self.embed_in
@@ -362,15 +176,15 @@ class KerpleModel(KerplePreTrainedModel):
         # Inputs.
         check_ignored(ignored, position_ids)
         config, cache = self.config, one_cache(cache, past_key_values)
-        output_attentions = (
-            config.output_attentions if output_attentions is None else output_attentions
-        )
-        output_hidden_states = (
-            config.output_hidden_states if output_hidden_states is None else output_hidden_states
-        )
+        if output_attentions is None:
+            output_attentions = config.output_attentions
+        if output_hidden_states is None:
+            output_hidden_states = config.output_hidden_states
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give either input_ids or inputs_embeds")
-        hidden = self.embed_in(input_ids) if inputs_embeds is None else inputs_embeds
+        hidden = inputs_embeds
+        if hidden is None:
+            hidden = self.embed_in(input_ids)
 
         # Positions, and whether a cache can continue them.
         shared = self.positional is not None
@@ -408,12 +222,16 @@ class KerpleModel(KerplePreTrainedModel):
             all_states.append(hidden)
             all_probabilities.append(probabilities)
         all_states[-1] = self.final_layer_norm(hidden)
-        return BaseModelOutputWithPast(
-            last_hidden_state=all_states[-1],
-            **{CACHE_NAME: cache if use_cache else None},
-            hidden_states=tuple(all_states) if output_hidden_states else None,
-            attentions=tuple(all_probabilities) if output_attentions else None,
-        )
+
+        # Outputs that were asked for.
+        outputs = {}
+        if use_cache:
+            outputs[CACHE_NAME] = cache
+        if output_hidden_states:
+            outputs["hidden_states"] = tuple(all_states)
+        if output_attentions:
+            outputs["attentions"] = tuple(all_probabilities)
+        return BaseModelOutputWithPast(last_hidden_state=all_states[-1], **outputs)
 
 
 class KerpleForCausalLM(KerplePreTrainedModel, GenerationMixin):
@@ -439,9 +257,7 @@ class KerpleForCausalLM(KerplePreTrainedModel, GenerationMixin):
         self.embed_out = embeddings
 
     def new_cache(self, max_length=None):
-        """An empty cache for the inference mode. max_length: of the text, if the mode depends on
-        it.
-        """
+        """An empty cache. max_length: of the text, if the inference mode depends on it."""
         return self.gpt_neox.new_cache(max_length)
 
     def prepare_inputs_for_generation(self, *args, **kwargs):
@@ -460,8 +276,7 @@ class KerpleForCausalLM(KerplePreTrainedModel, GenerationMixin):
             if generation_config.cache_implementation not in (None, "dynamic"):
                 raise ValueError(
                     f"cache_implementation {generation_config.cache_implementation!r} is not "
-                    "supported in an inference "
-                    'mode; use "dynamic"'
+                    'supported in an inference mode; use "dynamic"'
                 )
             if generation_config.use_cache is False and mode.length_dependent:
                 raise ValueError(
@@ -519,10 +334,9 @@ class KerpleForCausalLM(KerplePreTrainedModel, GenerationMixin):
             output_hidden_states=output_hidden_states,
             **ignored,
         )
-        positions = (
-            slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        )
-        logits = self.embed_out(outputs.last_hidden_state[:, positions])
+        if isinstance(logits_to_keep, int):
+            logits_to_keep = slice(-logits_to_keep, None)
+        logits = self.embed_out(outputs.last_hidden_state[:, logits_to_keep])
         loss = None
         if labels is not None:
             loss = self.loss_function(

@@ -9,7 +9,7 @@ from megatron.checkpoint.configuration import (
     model_differences,
     replaces_positional_method,
 )
-from megatron.checkpoint.directory import find_damage, read_manifest, write_manifest_of_folder
+from megatron.checkpoint.manifest import find_damage, read_manifest, write_manifest_of_folder
 from megatron.config import Config
 from tests.support.checkpoints import settings_of, write_checkpoint
 

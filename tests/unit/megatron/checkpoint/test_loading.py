@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from megatron.checkpoint import loading
-from megatron.checkpoint.directory import write_manifest_of_folder
 from megatron.checkpoint.loading import checkpoint_vocab_size
+from megatron.checkpoint.manifest import write_manifest_of_folder
 from megatron.checkpoint.storage import CheckpointError, load_file
 from megatron.config import Config
 from megatron.tokenizer.tokenizer import padded_vocab_size

@@ -12,7 +12,8 @@ import torch
 from huggingface_hub.utils import filter_repo_objects
 
 from kerple import __version__
-from megatron.checkpoint.directory import find_step, weights_fingerprint
+from megatron.checkpoint.directory import find_step
+from megatron.checkpoint.manifest import weights_fingerprint
 from megatron.cli.convert import main as convert
 from megatron.cli.evaluate import main as evaluate
 from megatron.convert.hub import PATTERNS, download, local_checkpoint

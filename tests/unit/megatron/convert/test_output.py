@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megatron.checkpoint.directory import find_damage, find_valid_step
+from megatron.checkpoint.manifest import find_damage, find_valid_step
 from megatron.checkpoint.storage import CheckpointError
 from megatron.convert.output import (
     check_same_logits,

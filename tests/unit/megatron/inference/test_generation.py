@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from kerple.attention import FULL, AttentionMode, DynamicNtk, Span
 from kerple.positional.distance_maps import Clip, Linear
 from megatron.inference.generation import Sampling, generate
-from megatron.model.attention import KVCache
+from megatron.model.cache import KVCache
 from megatron.model.gpt import GPT
 from megatron.utils.errors import UserError
 from tests.support.errors import assert_rejected

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from kerple.positional import PositionalMethod
-from megatron.checkpoint.directory import write_manifest_of_folder
+from megatron.checkpoint.manifest import write_manifest_of_folder
 from megatron.checkpoint.storage import CheckpointError
 from megatron.inference import load_model
 from megatron.model.gpt import GPT

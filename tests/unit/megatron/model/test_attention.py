@@ -1,13 +1,12 @@
-"""The attention layer: layout of query_key_value, grouped-query attention, qk norm and sliding
-window.
-"""
+"""The attention layer: grouped-query attention, qk norm and sliding window."""
 
 import pytest
 import torch
 
-from kerple.attention import FULL, AttentionMode, Span
+from kerple.attention import AttentionMode, Span
 from kerple.positional import build
-from megatron.model.attention import KVCache, LayerCache, SelfAttention, split_heads
+from megatron.model.attention import SelfAttention
+from megatron.model.layers import split_heads
 from tests.support.language_models import model_settings
 
 
@@ -18,25 +17,6 @@ def layer(**changes) -> SelfAttention:
         for parameter in attention.parameters():
             parameter.copy_(torch.randn(parameter.shape) * 0.5)
     return attention.double()
-
-
-@pytest.mark.parametrize("groups", [4, 2, 1])
-def test_split_heads(groups):
-    """Rows are numbered, so each result shows its place: per key head, its queries, the key and the
-    value.
-    """
-    shared = 4 // groups
-    rows = torch.arange(groups * (shared + 2) * 3.0)
-    query, key, value = split_heads(rows.expand(2, 5, -1), 3, shared)
-    assert (query.shape, key.shape, value.shape) == (
-        (2, 4, 5, 3),
-        (2, groups, 5, 3),
-        (2, groups, 5, 3),
-    )
-    expected = rows.view(groups, shared + 2, 3)
-    assert torch.equal(query[1, :, 4], expected[:, :shared].reshape(4, 3))
-    assert torch.equal(key[1, :, 4], expected[:, shared])
-    assert torch.equal(value[1, :, 4], expected[:, shared + 1])
 
 
 @pytest.mark.parametrize("groups", [4, 2, 1])
@@ -80,50 +60,3 @@ def test_the_narrower_of_two_windows_applies():
     attention.window = 3
     with pytest.raises(ValueError, match=r"window \(3\) and block \(4\) are both set"):
         attention(hidden, mode=AttentionMode(Span(block=4)))
-
-
-@pytest.mark.parametrize("max_length", [None, 70])
-def test_append_returns_all_tokens_in_order(max_length):
-    key, value = torch.randn(2, 2, 3, 70, 4).unbind()
-    cache = LayerCache(max_length)
-    for start, end in ((0, 1), (1, 60), (60, 65), (65, 70)):
-        keys, values = cache.append(key[:, :, start:end], value[:, :, start:end])
-        assert torch.equal(keys, key[:, :, :end])
-        assert torch.equal(values, value[:, :, :end])
-    assert cache.length == 70
-
-
-def test_a_window_bounds_the_buffer():
-    """Each call returns the new tokens and the window's other tokens, in a buffer that does not
-    grow with the text.
-    """
-    key, value = torch.randn(2, 2, 3, 500, 4).unbind()
-    cache = LayerCache(500, window=8)
-    start = 0
-    for new in (20, 1, 1, 30, *[1] * 200, 40):
-        keys, values = cache.append(
-            key[:, :, start : start + new], value[:, :, start : start + new]
-        )
-        first = max(0, start - 7)
-        start += new
-        assert torch.equal(keys, key[:, :, first:start])
-        assert torch.equal(values, value[:, :, first:start])
-        assert cache.length == start
-        assert keys.untyped_storage().nbytes() <= (7 + 40 + 8) * 2 * 3 * 4 * 4
-
-
-def test_select():
-    """Keys, values, and the prefix sums of a decay, of more heads and in another dtype."""
-    states, sums = torch.randn(3, 2, 10, 4), torch.randn(3, 4, 10, 1, dtype=torch.float64)
-    cache = KVCache([FULL] * 2)
-    for layer in cache.layers:
-        assert layer.last() is None
-        layer.append(states[:, :, :4], states[:, :, :4], sums[:, :, :4])
-    cache.select(torch.tensor([2, 0]))
-    assert cache.length == 4
-    assert torch.equal(cache.layers[1].last()[2], sums[[2, 0], :, 3:4])
-    keys, _, all_sums = cache.layers[1].append(
-        *(part[[2, 0], :, 4:6] for part in (states, states, sums))
-    )
-    assert torch.equal(keys, states[[2, 0], :, :6])
-    assert torch.equal(all_sums, sums[[2, 0], :, :6])

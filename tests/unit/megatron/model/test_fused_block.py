@@ -130,7 +130,7 @@ def test_dropout_is_that_of_pytorch(keys, monkeypatch):
 )
 def test_the_self_check_passes(keys, dtype):
     block = small_model(torch.float32, **keys).blocks[0]
-    assert fused_block.kernel_failure(block, DEVICE, dtype) is None
+    assert fused_block.kernel_failure(block.input_layernorm, block.mlp, DEVICE, dtype) is None
 
 
 @pytest.mark.parametrize(
@@ -143,6 +143,7 @@ def test_the_self_check_passes(keys, dtype):
 def test_the_self_check_fails(broken, message, monkeypatch):
     monkeypatch.setattr(fused_block, "_sum_rows", broken)
     block = small_model(torch.float32).blocks[0]
-    assert fused_block.kernel_failure(block, DEVICE, torch.float32).startswith(message)
+    failure = fused_block.kernel_failure(block.input_layernorm, block.mlp, DEVICE, torch.float32)
+    assert failure.startswith(message)
     fused_block.KERNEL_DEVICES.remove(DEVICE.type)
-    assert not fused_block.supports(block, torch.zeros(1, 1, 24, device=DEVICE))
+    assert not block.uses_kernels(torch.zeros(1, 1, 24, device=DEVICE))

@@ -13,7 +13,7 @@ from kerple.positional import KerpleLog, primary_names
 from megatron.checkpoint.layers import load_layers
 from megatron.config import load_config
 from megatron.inference import load_model
-from megatron.model.attention import KVCache
+from megatron.model.cache import KVCache
 from megatron.model.gpt import GPT
 from megatron.model.initialization import initialize
 from megatron.model.settings import ModelSettings

@@ -1,10 +1,10 @@
-"""Norms and MLPs against their formulas in float64."""
+"""Norms and MLPs against their formulas in float64, and the layout of query_key_value."""
 
 import pytest
 import torch
 from torch import Tensor
 
-from megatron.model.layers import GatedMLP, HeadNorm, make_mlp, make_norm
+from megatron.model.layers import GatedMLP, HeadNorm, make_mlp, make_norm, split_heads
 from megatron.model.settings import ModelSettings
 from tests.support.language_models import model_settings
 
@@ -75,3 +75,22 @@ def test_norms(norm, bias):
             module.weight * centered / (centered.square().mean(-1, keepdim=True) + 0.1).sqrt()
         )
         torch.testing.assert_close(module(x), expected + (module.bias if centers and bias else 0))
+
+
+@pytest.mark.parametrize("groups", [4, 2, 1])
+def test_split_heads(groups):
+    """Rows are numbered, so each result shows its place: per key head, its queries, the key and the
+    value.
+    """
+    shared = 4 // groups
+    rows = torch.arange(groups * (shared + 2) * 3.0)
+    query, key, value = split_heads(rows.expand(2, 5, -1), 3, shared)
+    assert (query.shape, key.shape, value.shape) == (
+        (2, 4, 5, 3),
+        (2, groups, 5, 3),
+        (2, groups, 5, 3),
+    )
+    expected = rows.view(groups, shared + 2, 3)
+    assert torch.equal(query[1, :, 4], expected[:, :shared].reshape(4, 3))
+    assert torch.equal(key[1, :, 4], expected[:, shared])
+    assert torch.equal(value[1, :, 4], expected[:, shared + 1])

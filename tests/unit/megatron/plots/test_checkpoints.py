@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron.checkpoint.directory import weights_fingerprint
+from megatron.checkpoint.manifest import weights_fingerprint
 from megatron.evaluation.metrics.effective_length import LIMIT
 from megatron.plots.checkpoints import (
     adaptive_figure,

@@ -6,7 +6,8 @@ import torch
 from kerple.attention import self_check
 from kerple.attention.backends.chunked import chunked_attention
 from kerple.positional import KerpleLog, registry
-from megatron.checkpoint.directory import saved_iterations, write_manifest_of_folder
+from megatron.checkpoint.directory import saved_iterations
+from megatron.checkpoint.manifest import write_manifest_of_folder
 from megatron.config import Config, UserError
 from megatron.data.datasets import build_datasets
 from megatron.tokenizer.tokenizer import build_tokenizer
