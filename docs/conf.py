@@ -48,7 +48,13 @@ CONTENTS = {
         "docs/troubleshooting",
         "configs/neox_arguments",
     ],
-    "Methods": ["docs/positional-methods", "docs/adding-a-method", "docs/standalone", "docs/api"],
+    "Methods": [
+        "docs/positional-methods",
+        "docs/adding-a-method",
+        "docs/standalone",
+        "docs/transformers",
+        "docs/api",
+    ],
     "Results": [
         "docs/results/README",
         "docs/results/context",

@@ -8,8 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from transformers import PreTrainedModel
 
 from kerple.positional import primary_names
+from tests.support.model_families import family_model
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -38,8 +40,8 @@ assert "bias" in method.hooks
 """
 
 
-def examples() -> list[str]:
-    text = (ROOT / "docs" / "standalone.md").read_text(encoding="utf-8")
+def examples(page: str = "standalone.md") -> list[str]:
+    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
     return re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
 
 
@@ -82,3 +84,15 @@ def test_the_examples_of_the_documentation(capsys):
     assert len(examples()) == 9
     exec("".join(examples()), {})
     assert "torch.Size([2, 100, 64])" in capsys.readouterr().out
+
+
+def test_models_of_transformers(tmp_path, monkeypatch):
+    """The code of docs/transformers.md, with a tiny model."""
+    monkeypatch.chdir(tmp_path)
+    family_model("llama").save_pretrained("FOLDER")
+    (code,) = examples("transformers.md")
+    names: dict[str, object] = {}
+    exec(code, names)
+    model = names["model"]
+    assert isinstance(model, PreTrainedModel)
+    assert len(model.kerple_positional) == 1

@@ -1,0 +1,254 @@
+"""Adding a positional method to a model of transformers, saving and loading it."""
+
+import copy
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from kerple.attention import Attention
+from kerple.positional import ModelShape, PositionalMethod, build_layers
+from kerple.transformers.mask import SHARED_TABLES
+from kerple.transformers.probes import Layer, check_removed, find_attention, remove_positions
+
+# The name of the module with the methods, and the files of an adapter.
+MODULE = "kerple_positional"
+WEIGHTS, DESCRIPTION = "positional.safetensors", "positional.json"
+# What a method may need that the interface does not pass.
+UNAVAILABLE = {
+    "decay": "the hidden states of the layer, which transformers does not pass to attention",
+    "embed": "the embeddings of the tokens, which it adds to; use a method that acts in attention",
+}
+
+
+@dataclass(eq=False)
+class _State:
+    """What `use_positional` did to a model.
+
+    previous: its attention implementation before. methods: those that are registered in the model.
+    attention: the attention of the layers with a method. description: the content of DESCRIPTION.
+    handles: hooks that remove the model's own positions.
+    """
+
+    previous: str
+    methods: list[Attention] = field(default_factory=list)
+    attention: dict[nn.Module, Attention] = field(default_factory=dict)
+    description: dict[str, Any] = field(default_factory=dict)
+    handles: list[Any] = field(default_factory=list)
+
+
+def use_positional(
+    model: PreTrainedModel,
+    method: str | PositionalMethod | None,
+    *,
+    own_positions: str = "keep",
+    layers: Iterable[int] | None = None,
+    **options: Any,
+) -> None:
+    """Add a positional method to the self-attention of a model of transformers.
+
+    The model runs twice or three times on a few random tokens, to find its attention layers.
+
+    Args:
+        model: any model that uses transformers' AttentionInterface.
+        method: a name, such as "kerple_log", or a method from `kerple.positional` that all layers
+            share; None restores the model as it was before.
+        own_positions: "keep" adds the method to the model's own positions. "remove" takes those
+            away: rotary angles become zero, position embeddings are left out, and biases are not
+            added.
+        layers: the self-attention layers that get the method, counted from 0 in the order in which
+            the model calls them; default: all. "remove" is always for all.
+        options: of the method that `method` names.
+
+    Raises ValueError if the model does not use the interface, has what cannot be computed (capped
+    scores, attention sinks, other attention masks), if its positions cannot be removed, or if the
+    method or an option does not exist; NotImplementedError for a method that needs what the
+    interface does not pass. The model is unchanged then.
+    """
+    if own_positions not in ("keep", "remove"):
+        raise ValueError(f'own_positions must be "keep" or "remove", not {own_positions!r}')
+    _restore(model)
+    if method is None:
+        return
+    state = _State(model.config._attn_implementation)
+    try:
+        # The self-attention layers, in the order of their calls.
+        calls = find_attention(model)
+        chosen = range(len(calls)) if layers is None else sorted(set(layers))
+        unknown = [index for index in chosen if not 0 <= index < len(calls)]
+        if unknown:
+            raise ValueError(f"layers {unknown}: the model has {len(calls)} self-attention layers")
+
+        # The methods: one for all layers, or one for each.
+        calls = [calls[index] for index in chosen]
+        methods = _build(method, calls, model, options)
+        for call, own in zip(calls, methods * (len(calls) // len(methods)), strict=True):
+            state.attention[call.module] = own
+        state.methods = methods
+        state.description = {
+            "method": method if isinstance(method, str) else None,
+            "options": options,
+            "own_positions": own_positions,
+            "layers": None if layers is None else list(chosen),
+            "num_heads": calls[0].num_heads,
+            "head_size": calls[0].head_size,
+        }
+        _attach(model, state)
+        if own_positions == "remove":
+            state.handles += remove_positions(model)
+            check_removed(model)
+    except BaseException:
+        _restore(model, state)
+        raise
+
+
+def save_positional(model: PreTrainedModel, folder: str | Path) -> None:
+    """Write the method of a model, with its parameters, to a folder: `positional.safetensors` and
+    `positional.json`. Raises ValueError if the model has none, or one that was given as an object.
+    """
+    description = _state_of(model).description
+    if description["method"] is None:
+        raise ValueError("the method was given as an object; name it, so that it can be loaded")
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    module = getattr(_owner(model), MODULE)
+    weights = {name: tensor.detach().contiguous() for name, tensor in module.state_dict().items()}
+    save_file(weights, folder / WEIGHTS, metadata={"format": "pt"})
+    (folder / DESCRIPTION).write_text(json.dumps(description, indent=1) + "\n")
+
+
+def load_positional(model: PreTrainedModel, folder: str | Path) -> PreTrainedModel:
+    """Add the method in a folder to a model; returns the model.
+
+    folder: written by `save_positional`, or by `save_pretrained` (also by Trainer) of a model with
+        a method, whose weights contain the method's.
+
+    Raises ValueError if the folder has no method, or one that does not fit; see `use_positional`.
+    """
+    folder = Path(folder)
+    description, weights = _read(folder)
+    use_positional(
+        model,
+        description["method"],
+        own_positions=description["own_positions"],
+        layers=description["layers"],
+        **description["options"],
+    )
+    found = _state_of(model).description
+    for name in ("num_heads", "head_size"):
+        if found[name] != description[name]:
+            use_positional(model, None)
+            raise ValueError(
+                f"{folder}: was saved for {name} {description[name]}, but the model has "
+                f"{found[name]}"
+            )
+    getattr(model, MODULE).load_state_dict(weights)
+    return model
+
+
+def _read(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """The description and the weights of the method in a folder."""
+    if (folder / DESCRIPTION).is_file():
+        return json.loads((folder / DESCRIPTION).read_text()), load_file(folder / WEIGHTS)
+
+    # A complete model, in one file or several.
+    config = folder / "config.json"
+    description = json.loads(config.read_text()).get(MODULE) if config.is_file() else None
+    if description is None:
+        raise ValueError(
+            f"{folder}: has neither {DESCRIPTION} nor a model that was saved with a method"
+        )
+    weights = {}
+    for path in folder.glob("*.safetensors"):
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118
+                if name.startswith(f"{MODULE}."):
+                    weights[name.removeprefix(f"{MODULE}.")] = file.get_tensor(name)
+    return description, weights
+
+
+def _build(
+    method: str | PositionalMethod,
+    calls: list[Layer],
+    model: PreTrainedModel,
+    options: dict[str, Any],
+) -> list[Attention]:
+    """The methods of the layers, as modules of attention: one if they share it."""
+    sizes = {(call.num_heads, call.head_size) for call in calls}
+    if len(sizes) > 1:
+        raise ValueError(
+            f"the layers have different heads (number, size): {sorted(sizes)}; name layers with "
+            "the same"
+        )
+    ((num_heads, head_size),) = sizes
+    if isinstance(method, str):
+        shape = ModelShape(
+            num_heads=num_heads,
+            head_size=head_size,
+            hidden_size=num_heads * head_size,
+            num_layers=len(calls),
+            max_positions=getattr(model.config, "max_position_embeddings", None) or 2048,
+        )
+        methods = build_layers(method, shape, **options)
+    elif options:
+        raise ValueError(f"{', '.join(options)}: options are for a method that is named")
+    else:
+        methods = [method]
+    for name, reason in UNAVAILABLE.items():
+        if name in methods[0].hooks:
+            raise NotImplementedError(f"{type(methods[0]).__name__} needs {reason}")
+    embedding = model.get_input_embeddings().weight
+    assert isinstance(embedding, Tensor)
+    return [Attention(each.to(embedding.device)) for each in methods]
+
+
+def _attach(model: PreTrainedModel, state: _State) -> None:
+    """Register the methods in the model, so that they are trained, saved and moved with it."""
+    setattr(model, MODULE, nn.ModuleList(state.methods))
+    # Not as submodules of the layers, where shared parameters would have several names.
+    for module, attention in state.attention.items():
+        module.__dict__["_kerple_attention"] = attention
+    model.__dict__["_kerple_state"] = state
+    call = "kerple.transformers.load_positional(model, FOLDER)"
+    setattr(model.config, MODULE, {**copy.deepcopy(state.description), "load": call})
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel):
+            SHARED_TABLES[id(module.config)] = state.methods
+
+
+def _owner(model: nn.Module) -> nn.Module:
+    for module in model.modules():
+        if "_kerple_state" in module.__dict__:
+            return module
+    raise ValueError(f"{type(model).__name__} has no method of use_positional")
+
+
+def _state_of(model: nn.Module) -> _State:
+    state: _State = _owner(model).__dict__["_kerple_state"]
+    return state
+
+
+def _restore(model: PreTrainedModel, state: _State | None = None) -> None:
+    """Undo `use_positional`; nothing if it was not called."""
+    if state is None:
+        state = model.__dict__.get("_kerple_state")
+    if state is None:
+        return
+    for handle in state.handles:
+        handle.remove()
+    for module in model.modules():
+        for name in ("_kerple_attention", "_kerple_removed", "_kerple_state"):
+            module.__dict__.pop(name, None)
+        if isinstance(module, PreTrainedModel):
+            SHARED_TABLES.pop(id(module.config), None)
+    if hasattr(model, MODULE):
+        delattr(model, MODULE)
+    if hasattr(model.config, MODULE):
+        delattr(model.config, MODULE)
+    model.set_attn_implementation(state.previous)

@@ -1,0 +1,169 @@
+"""Attention with a positional method, for AttentionInterface of transformers.
+
+Legend: b batch, s query length, t key length, h heads, g key/value heads, d head size.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from kerple.attention import Attention
+from kerple.transformers.mask import Mask, Visible, attention_mask, dense_mask, for_layer
+
+# The name of the attention implementation.
+IMPLEMENTATION = "kerple"
+# Arguments of attention that change the scores in a way that no method here does.
+REFUSED = {"softcap": "caps the scores", "s_aux": "has attention sinks"}
+# Functions that take the place of attention, to observe a model.
+PROBES: list[Callable[..., Tensor]] = []
+# Of layers without a method.
+PLAIN = Attention()
+
+
+def attention_forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    position_bias: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """The attention function for AttentionInterface: query `[b, h, s, d]`, key and value
+    `[b, g, t, d]`; returns `[b, s, h, d]`, and the probabilities if `output_attentions` is set.
+    """
+    for name, reason in REFUSED.items():
+        if kwargs.get(name) is not None:
+            raise ValueError(f"{type(module).__name__} {reason} ({name}), which is not supported")
+    if is_causal is None:
+        is_causal = bool(getattr(module, "is_causal", True))
+    if PROBES:
+        return PROBES[-1](module, query, key, value, is_causal, scaling, position_bias), None
+    attention = getattr(module, "_kerple_attention", PLAIN)
+    if position_bias is not None and getattr(module, "_kerple_removed", False):
+        position_bias = None
+
+    # A mask that is a tensor was given by the user, or made by the model.
+    if isinstance(attention_mask, Mask):
+        visible = getattr(attention_mask, "visible", None)
+        if visible is None:
+            raise ValueError(f"{type(module).__name__} changes masks, which is not supported")
+        visible = for_layer(visible, query.device)
+    else:
+        _check_mask(attention_mask, query.shape[2], key.shape[2])
+        visible = Visible(
+            query.shape[2], key.shape[2], query.device, causal=is_causal, dense=attention_mask
+        )
+    if visible.kv_len > key.shape[2]:
+        raise ValueError(
+            f"attention has {key.shape[2]} keys, but the mask is for {visible.kv_len}; caches that "
+            "begin with keys of no token, as of prefix tuning, are not supported"
+        )
+    key, value = key[:, :, : visible.kv_len], value[:, :, : visible.kv_len]
+    if visible.dense is not None or position_bias is not None or kwargs.get("output_attentions"):
+        return _dense_attention(
+            attention, query, key, value, visible, position_bias, dropout, scaling
+        )
+
+    documents = visible.documents
+    key_mask = None
+    if documents is not None and not visible.causal and query.shape[2] != key.shape[2]:
+        key_mask, documents = documents.ids >= 0, None
+    context = attention(
+        query,
+        key,
+        value,
+        tables=visible.tables.get(attention),
+        window=visible.window,
+        documents=documents,
+        key_mask=key_mask,
+        causal=visible.causal,
+        dropout_p=dropout,
+        scale=scaling,
+    )
+    return context.transpose(1, 2).contiguous(), None
+
+
+def _check_mask(mask: Tensor | None, s: int, t: int) -> None:
+    """Raises ValueError if a mask that is a tensor has fewer queries than keys, and the last query
+    does not see the last key: then the places of the queries are not known.
+    """
+    if mask is None or s == t:
+        return
+    last = mask[:, :, -1, t - 1]
+    sees = last if last.dtype == torch.bool else last == 0
+    if not bool(sees.all()):
+        raise ValueError(
+            "attention_mask has keys after the last query, as with a static cache; for a mask of "
+            "four dimensions, use a dynamic cache"
+        )
+
+
+def _dense_attention(
+    attention: Attention,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    visible: Visible,
+    position_bias: Tensor | None,
+    dropout: float,
+    scaling: float | None,
+) -> tuple[Tensor, Tensor]:
+    """Attention with a matrix of scores, for any mask and for biases of the model's own. Raises
+    NotImplementedError for methods with more than biases and weights by distance.
+    """
+    method = attention.positional
+    hooks = frozenset() if method is None else method.hooks
+    if hooks - {"bias", "weight"}:
+        raise NotImplementedError(
+            f"{type(method).__name__} supports masks of padding, texts and windows only, no "
+            "output_attentions, and no biases of the model's own; use another method, or "
+            'attn_implementation="eager" without a method'
+        )
+
+    # Scores in float32, [b, h, s, t].
+    s, t = query.shape[2], key.shape[2]
+    group = query.shape[1] // key.shape[1]
+    key, values = key.repeat_interleave(group, dim=1), value.repeat_interleave(group, dim=1)
+    scale = query.shape[3] ** -0.5 if scaling is None else scaling
+    dtype = torch.promote_types(query.dtype, torch.float32)
+    scores = query.to(dtype) @ key.to(dtype).transpose(2, 3) * scale
+
+    # Bias and weight by distance: [h, b or 1, s, t], positive for keys before the query.
+    if method is not None:
+        positions = visible.positions
+        if positions is None:
+            positions = torch.arange(t, device=query.device)[None]
+        distance = positions[:, -s:, None] - positions[:, None, :]
+        if not method.signed:
+            distance = distance.abs()
+        if "weight" in hooks:
+            scores = scores * method.weight(distance).transpose(0, 1)
+        if "bias" in hooks:
+            scores = scores + method.bias(distance).transpose(0, 1)
+    if position_bias is not None:
+        scores = scores + position_bias
+
+    # What is visible: True in a mask of bools, 0 in one that is added.
+    mask = visible.dense
+    if mask is None:
+        mask = dense_mask(visible, query)
+    mask = mask[..., :t]
+    if mask.dtype == torch.bool:
+        scores = scores.masked_fill(~mask, torch.finfo(dtype).min)
+    else:
+        scores = scores + mask
+    probabilities = scores.softmax(dim=-1)
+    kept = F.dropout(probabilities, dropout).to(value.dtype)
+    return (kept @ values).transpose(1, 2).contiguous(), probabilities.to(value.dtype)
+
+
+AttentionInterface.register(IMPLEMENTATION, attention_forward)
+AttentionMaskInterface.register(IMPLEMENTATION, attention_mask)

@@ -1,0 +1,227 @@
+"""The masks of transformers, read as what they mean: texts, windows, and what is neither.
+
+Legend: b batch, s query length, t key length.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
+
+from kerple.attention import Attention, Documents, position_tables
+from kerple.attention.tables import PositionTables
+
+# id of a model's configuration -> the attention of its layers, which share the tables of a forward
+# pass. A copy of a model is not found here; its layers compute their tables themselves.
+SHARED_TABLES: dict[int, list[Attention]] = {}
+
+
+@dataclass(eq=False)
+class Visible:
+    """Which keys the queries of a forward pass see, in place of transformers' mask.
+
+    Attributes:
+        q_len, kv_len: s and t. A static cache has more keys, which are not in use.
+        causal, window: as in `kerple.Attention`.
+        documents: the texts of the t keys of each row; None if each row is one text.
+        dense: bool `[b, 1, s, t]`, True for what a query sees, if it is anything else.
+        positions: int64 `[b, t]` of the keys, for the distances of a dense mask.
+        tables: Attention -> its tables for t keys, if they were computed for all layers at once.
+    """
+
+    q_len: int
+    kv_len: int
+    device: torch.device
+    causal: bool = True
+    window: int | None = None
+    documents: Documents | None = None
+    dense: Tensor | None = None
+    positions: Tensor | None = None
+    tables: dict[Attention, PositionTables] = field(default_factory=dict)
+
+
+class Mask(Tensor):
+    """A `Visible` as transformers passes masks on: as tensors of four dimensions. It has no
+    elements.
+    """
+
+    visible: Visible
+
+    @classmethod
+    def of(cls, visible: Visible, batch: int) -> "Mask":
+        mask = torch.empty(batch, 1, visible.q_len, 0).as_subclass(cls)
+        mask.visible = visible
+        return mask
+
+    def to(self, *args: Any, **kwargs: Any) -> "Mask":
+        return self
+
+
+def attention_mask(
+    batch_size: int,
+    q_length: int | None = None,
+    kv_length: int = 0,
+    q_offset: int | Tensor = 0,
+    kv_offset: int = 0,
+    mask_function: Callable[..., Any] = causal_mask_function,
+    attention_mask: Tensor | None = None,
+    local_size: int | None = None,
+    use_vmap: bool = False,
+    device: torch.device | str = "cpu",
+    cache_position: Tensor | None = None,
+    config: Any = None,
+    **_: Any,
+) -> Mask:
+    """The mask function for AttentionMaskInterface. Arguments as in transformers' `sdpa_mask`.
+
+    mask_function: whether a query sees a key, by row, head, and their places in the text. It says
+        nothing of its structure, so that is found by asking it about a few pairs: neighbours, which
+        tell where texts begin, and three queries with all keys, which tell the window.
+    """
+    if cache_position is not None:  # transformers 4
+        q_length, q_offset = len(cache_position), cache_position[0]
+        device = cache_position.device
+    assert q_length is not None
+    first = int(q_offset) - kv_offset  # the place of the first query among the keys
+    used = first + q_length
+    if mask_function is bidirectional_mask_function:
+        used = kv_length
+    visible = Visible(q_length, used, torch.device(device))
+
+    # Padding: False in the mask, which counts the tokens of the whole text.
+    is_text = torch.ones(batch_size, used, dtype=torch.bool, device=device)
+    if attention_mask is not None:
+        part = attention_mask[:, kv_offset : kv_offset + used].bool().to(device)
+        is_text = F.pad(part, (0, used - part.shape[1]))
+
+    # The structure: causal or not, where texts begin, and the window.
+    def sees(query: Tensor, key: Tensor) -> Tensor:
+        row = torch.arange(batch_size, device=device)[:, None]
+        return _evaluate(mask_function, row, query + kv_offset, key + kv_offset)
+
+    ids = torch.zeros(batch_size, used, dtype=torch.int64, device=device)
+    visible.causal = mask_function is not bidirectional_mask_function
+    is_known = mask_function in (causal_mask_function, bidirectional_mask_function)
+    if not is_known and not use_vmap:
+        places = torch.arange(used, device=device)
+        begins = ~sees(places[1:], places[:-1])
+        ids[:, 1:] = begins.cumsum(dim=1)
+        visible.causal = not bool(sees(places[:-1], places[1:]).any())
+        is_known = _find_window(visible, sees, ids, local_size)
+
+    # What no window and no texts describe, as a mask.
+    inner = (is_text[:, 1:] & ~is_text[:, :-1]).sum(dim=1) > (~is_text[:, 0]).long()
+    if not is_known or (visible.window is not None and bool(inner.any())):
+        queries = torch.arange(first, first + q_length, device=device)
+        keys = torch.arange(used, device=device)
+        pairs = sees(queries[:, None].expand(-1, used).flatten(), keys.repeat(q_length))
+        dense = pairs.view(batch_size, q_length, used) & is_text[:, None]
+        visible.dense = dense[:, None]
+        visible.positions = (is_text.cumsum(dim=1) - 1).clamp(min=0)
+    elif bool(ids.any()) or not bool(is_text.all()):
+        visible.documents = Documents(ids.masked_fill(~is_text, -1))
+    if visible.dense is None:
+        _add_tables(visible, config, torch.device(device))
+    return Mask.of(visible, batch_size)
+
+
+def _evaluate(mask_function: Callable[..., Any], row: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    """Bool `[b, n]`: whether the queries `[n]` see the keys `[n]`, in the rows `[b, 1]`."""
+    head = torch.zeros_like(row)
+    found = mask_function(row, head, query[None], key[None])
+    return torch.as_tensor(found, device=row.device).expand(len(row), len(query))
+
+
+def _find_window(
+    visible: Visible, sees: Callable[[Tensor, Tensor], Tensor], ids: Tensor, local_size: int | None
+) -> bool:
+    """Set the window with which `visible`, with texts `ids` `[b, t]`, is what three queries see.
+    Returns False if there is none.
+    """
+    length = ids.shape[1]
+    keys = torch.arange(length, device=ids.device)
+    candidates: list[int | None] = [None]
+    if local_size is not None:
+        candidates += [local_size, local_size + 1, local_size // 2 + 1]
+    queries = sorted({0, length // 2, length - 1})
+    found = [sees(torch.full_like(keys, query), keys) for query in queries]
+    for window in candidates:
+        is_right = True
+        for query, seen in zip(queries, found, strict=True):
+            distance = query - keys
+            expected = ids == ids[:, query : query + 1]
+            if visible.causal:
+                expected = expected & (distance >= 0)
+            if window is not None:
+                expected = expected & (distance.abs() < window)
+            is_right = is_right and bool((expected == seen).all())
+        if is_right:
+            visible.window = window
+            return True
+    return False
+
+
+def _add_tables(visible: Visible, config: Any, device: torch.device) -> None:
+    """Compute the tables of all layers, so that they share them. This is outside of the layers,
+    where gradient checkpointing would compute them again.
+    """
+    length = max(visible.q_len, visible.kv_len)
+    with_jacobians = device.type == "cuda" and torch.is_grad_enabled()
+    for attention in SHARED_TABLES.get(id(config), []):
+        visible.tables[attention] = position_tables(
+            attention.positional,
+            length,
+            device,
+            causal=visible.causal,
+            with_jacobians=with_jacobians and not torch.compiler.is_compiling(),
+        )
+
+
+def for_layer(visible: Visible, device: torch.device) -> Visible:
+    """The same on the device of a layer. Without tables where the layer must compute its own: on
+    another device than the first layer, and in reentrant gradient checkpointing, which goes back
+    through each layer on its own.
+    """
+    for tables in visible.tables.values():
+        needs_grad = any(
+            table is not None and table.requires_grad
+            for table in (tables.bias, tables.weight, tables.scores)
+        )
+        if needs_grad and not torch.is_grad_enabled():
+            visible.tables.clear()
+            break
+    on_device = visible.device == device
+    if on_device:
+        return visible
+    documents, dense, positions = visible.documents, visible.dense, visible.positions
+    return replace(
+        visible,
+        device=device,
+        documents=None if documents is None else documents.to(device),
+        dense=None if dense is None else dense.to(device),
+        positions=None if positions is None else positions.to(device),
+        tables={},
+    )
+
+
+def dense_mask(visible: Visible, query: Tensor) -> Tensor:
+    """Bool `[b or 1, 1, s, t]`, True for what a query sees."""
+    s, t, device = visible.q_len, visible.kv_len, query.device
+    places = torch.arange(t, device=device)
+    distance = places[-s:, None] - places
+    mask = torch.ones_like(distance, dtype=torch.bool)
+    if visible.causal:
+        mask = distance >= 0
+    if visible.window is not None:
+        mask = mask & (distance.abs() < visible.window)
+    mask = mask[None, None]
+    if visible.documents is not None:
+        ids = visible.documents.ids
+        is_self = visible.causal or s == t
+        same = ids[:, -s:, None] == ids[:, None] if is_self else ids[:, None] >= 0
+        mask = mask & same[:, None]
+    return mask

@@ -1,0 +1,149 @@
+"""Runs of a model of transformers on a few tokens: to find its attention layers, and to check that
+its own positions are gone.
+"""
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from kerple.transformers.attention import IMPLEMENTATION, PLAIN, PROBES
+
+# Names of modules that embed positions.
+POSITION_EMBEDDINGS = ("wpe", "embed_positions", "position_embeddings", "position_embedding")
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A call of self-attention that was observed."""
+
+    module: nn.Module
+    num_heads: int
+    head_size: int
+
+
+# id of the configuration -> the state of its model. A copied model is not found here, and its
+# layers compute their tables themselves.
+
+
+def find_attention(model: PreTrainedModel) -> list[Layer]:
+    """The self-attention layers, in the order of their calls. Leaves the implementation set."""
+    calls: list[Layer] = []
+    modules: set[nn.Module] = set()
+
+    def observe(module, query, key, value, is_causal, scaling, position_bias):  # type: ignore[no-untyped-def]
+        is_self = query.shape[2] == key.shape[2]
+        if is_self and module not in modules:
+            modules.add(module)
+            calls.append(Layer(module, query.shape[1], query.shape[3]))
+        return value.new_zeros(len(query), query.shape[2], query.shape[1], value.shape[3])
+
+    model.set_attn_implementation(IMPLEMENTATION)
+    _run_probe(model, observe, _random_tokens(model))
+    if not calls:
+        raise ValueError(
+            f"{type(model).__name__} does not use transformers' AttentionInterface, so a method "
+            "cannot be added to its attention"
+        )
+    return calls
+
+
+def _random_tokens(model: PreTrainedModel) -> dict[str, Tensor]:
+    """Inputs of 7 tokens, and for the decoder of an encoder-decoder 5, so that its cross-attention
+    has another number of keys than queries.
+    """
+    if model.main_input_name != "input_ids":
+        raise ValueError(
+            f"{type(model).__name__} reads {model.main_input_name}; only models of text are "
+            "supported"
+        )
+    embedding = model.get_input_embeddings().weight
+    assert isinstance(embedding, Tensor)
+    vocabulary = len(embedding)
+    generator = torch.Generator().manual_seed(0)
+    lengths = {"input_ids": 7}
+    if "decoder_input_ids" in inspect.signature(model.forward).parameters:
+        lengths["decoder_input_ids"] = 5
+    low = min(10, vocabulary // 2)  # special tokens, such as padding, come first
+    return {
+        name: torch.randint(low, vocabulary, (1, length), generator=generator).to(embedding.device)
+        for name, length in lengths.items()
+    }
+
+
+@torch.no_grad()
+def _run_probe(
+    model: PreTrainedModel, probe: Callable[..., Tensor], inputs: dict[str, Tensor]
+) -> Tensor:
+    """The first output of the model in evaluation mode, with `probe` as its attention."""
+    training = {module for module in model.modules() if module.training}
+    model.eval()
+    PROBES.append(probe)
+    try:
+        output: Tensor = model(**inputs, use_cache=False, return_dict=True)[0]
+        return output
+    finally:
+        PROBES.pop()
+        for module in training:
+            module.training = True
+
+
+def remove_positions(model: PreTrainedModel) -> list[Any]:
+    """Hooks that make rotary angles zero and leave out position embeddings. The biases of the
+    model, which it passes to attention, are left out there.
+    """
+
+    def zero_angles(module: nn.Module, inputs: Any, output: Any) -> Any:
+        if isinstance(output, Tensor) and output.is_complex():
+            return torch.ones_like(output)
+        cosine, sine = output
+        return torch.ones_like(cosine), torch.zeros_like(sine)
+
+    def zero_embeddings(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
+        return torch.zeros_like(output)
+
+    handles = []
+    for name, module in model.named_modules():
+        if type(module).__name__.endswith("RotaryEmbedding"):
+            handles.append(module.register_forward_hook(zero_angles))
+        elif name.rpartition(".")[2] in POSITION_EMBEDDINGS:
+            handles.append(module.register_forward_hook(zero_embeddings))
+    return handles
+
+
+def check_removed(model: PreTrainedModel) -> None:
+    """Raises ValueError unless the model, with attention to all keys, is indifferent to the order
+    of its tokens, so that no positions are left. Leaves out biases from now on.
+    """
+    attended: set[nn.Module] = set()
+
+    def unordered(module, query, key, value, is_causal, scaling, position_bias):  # type: ignore[no-untyped-def]
+        attended.add(module)
+        return PLAIN(query, key, value, causal=False, scale=scaling).transpose(1, 2)
+
+    inputs = _random_tokens(model)
+    order = {
+        name: torch.randperm(tokens.shape[1], generator=torch.Generator().manual_seed(1))
+        for name, tokens in inputs.items()
+    }
+    expected = _run_probe(model, unordered, inputs)
+    shuffled = {name: tokens[:, order[name]] for name, tokens in inputs.items()}
+    found = _run_probe(model, unordered, shuffled)
+    for module in attended:
+        module.__dict__["_kerple_removed"] = True
+
+    # The last input is that of the output's tokens; an output of no tokens stays the same.
+    permutation = list(order.values())[-1]
+    if expected.dim() == 3 and expected.shape[1] == len(permutation):
+        expected = expected[:, permutation]
+    tolerance = 1e-4 if expected.dtype in (torch.float32, torch.float64) else 0.05
+    difference = (found - expected).abs().max() / expected.std().clamp(min=1e-30)
+    if difference > tolerance:
+        raise ValueError(
+            f'own_positions="remove": {type(model).__name__} has positions that cannot be removed; '
+            'use own_positions="keep"'
+        )

@@ -1,0 +1,96 @@
+"""Adding a method to a model of transformers, saving and loading it."""
+
+import copy
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from kerple.positional import KerpleLog
+from kerple.transformers import load_positional, save_positional, use_positional
+from tests.support.model_families import (
+    FAMILIES,
+    each_of,
+    family_inputs,
+    family_model,
+    method_of,
+    outputs,
+)
+
+
+@each_of(FAMILIES)
+@torch.no_grad()
+def test_without_a_method_the_model_is_unchanged(name):
+    model = family_model(name)
+    inputs = [family_inputs(model, padding) for padding in ("none", "left", "right")]
+    expected = [outputs(model, each) for each in inputs]
+    names = [key for key, _ in model.named_parameters()]
+    use_positional(model, "none")
+    for each, value in zip(inputs, expected, strict=True):
+        difference = (outputs(model, each) - value).abs().max() / value.std()
+        assert difference < 1e-5
+    use_positional(model, "kerple_log")
+    assert (outputs(model, inputs[0]) - expected[0]).abs().max() / expected[0].std() > 0.05
+    use_positional(model, None)
+    assert [key for key, _ in model.named_parameters()] == names
+    assert torch.equal(outputs(model, inputs[0]), expected[0])
+
+
+def test_saved_methods_are_loaded(tmp_path):
+    model = family_model("llama")
+    plain = copy.deepcopy(model)
+    use_positional(model, "kerple_log", layers=[1], own_positions="remove")
+    with torch.no_grad():
+        method_of(model).bias_p.mul_(3)
+    save_positional(model, tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "positional.json",
+        "positional.safetensors",
+    ]
+    assert load_positional(plain, tmp_path) is plain
+    inputs = family_inputs(model)
+    assert torch.equal(outputs(plain, inputs), outputs(model, inputs))
+    with pytest.raises(ValueError, match="num_heads"):
+        load_positional(family_model("llama", num_attention_heads=2), tmp_path)
+
+
+def test_a_saved_model_is_loaded_with_its_method(tmp_path):
+    model = family_model("llama")
+    use_positional(model, "kerple_log", own_positions="remove")
+    model.save_pretrained(tmp_path)
+    loaded, info = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert len(info["unexpected_keys"]) == 2  # which transformers prints
+    assert "load_positional" in loaded.config.kerple_positional["load"]
+    load_positional(loaded, tmp_path)
+    inputs = family_inputs(model)
+    assert torch.equal(outputs(loaded, inputs), outputs(model, inputs))
+    family_model("llama").save_pretrained(tmp_path / "other")
+    with pytest.raises(ValueError, match=r"positional\.json"):
+        load_positional(loaded, tmp_path / "other")
+
+
+def test_a_method_given_as_an_object(tmp_path):
+    model = family_model("llama")
+    use_positional(model, KerpleLog(num_heads=4))
+    with pytest.raises(ValueError, match="object"):
+        save_positional(model, tmp_path / "adapter")
+    assert not (tmp_path / "adapter").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "message"),
+    [
+        (("kerple_lgo",), {}, "kerple_lgo"),
+        (("kerple_log",), {"own_positions": "drop"}, "own_positions"),
+        (("kerple_log",), {"layers": [2]}, r"layers \[2\]"),
+        (("forgetting",), {}, "hidden states"),
+        (("learned",), {}, "embed"),
+    ],
+)
+def test_what_cannot_be_used(arguments, options, message):
+    model = family_model("llama")
+    expected = outputs(model, family_inputs(model))
+    with pytest.raises((ValueError, NotImplementedError), match=message):
+        use_positional(model, *arguments, **options)
+    assert torch.equal(outputs(model, family_inputs(model)), expected)
+    assert not hasattr(model, "kerple_positional")

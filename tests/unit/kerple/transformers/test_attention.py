@@ -1,0 +1,172 @@
+"""Attention with a method in models of transformers, compared with a float64 reference."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from transformers import DynamicCache
+
+from kerple.positional import ModelShape, build, primary_names
+from kerple.transformers import use_positional
+from tests.support.model_families import (
+    DECODERS,
+    FAMILIES,
+    TOLERANCE,
+    each_of,
+    family_inputs,
+    family_model,
+    method_of,
+    outputs,
+    with_reference,
+)
+
+
+@pytest.mark.parametrize("method", ["kerple_log", "alibi", "rpe"])
+@each_of(FAMILIES)
+def test_biases_and_gradients(name, method):
+    """In float64, for each kind of padding that keeps the distances of places."""
+    if name == "mixtral":
+        pytest.skip("its experts have no float64")
+    model = family_model(name).double()
+    plain = copy.deepcopy(model)
+    use_positional(model, method)
+    model.kerple_positional.double()
+    own = copy.deepcopy(method_of(model))
+    reference = with_reference(plain, own)
+    for padding in ("none", "left", "right"):
+        model.zero_grad()
+        reference.zero_grad()
+        own.zero_grad()
+        inputs = family_inputs(model, padding)
+        found, expected = (outputs(each, inputs) for each in (model, reference))
+        assert (found - expected).abs().max() / expected.std() < TOLERANCE
+        weights = torch.randn(found.shape, generator=torch.Generator().manual_seed(1)).double()
+        for each in (found, expected):
+            (each * weights).sum().backward()
+        pairs = list(zip(method_of(model).parameters(), own.parameters(), strict=True))
+        pairs += zip(model.parameters(), reference.parameters(), strict=False)
+        for mine, theirs in pairs:
+            if theirs.grad is not None:
+                scale = theirs.grad.abs().max().clamp(min=1e-6)
+                assert (mine.grad - theirs.grad).abs().max() / scale < TOLERANCE
+
+
+@each_of(DECODERS)
+@pytest.mark.parametrize("padding", ["none", "left"])
+def test_generation_with_caches(name, padding):
+    """Each cache gives the tokens and scores of recomputation, also beyond the window."""
+    model = family_model(name)
+    use_positional(model, "kerple_log")
+    inputs = family_inputs(model, padding)
+    options = {
+        "max_new_tokens": 8,
+        "do_sample": False,
+        "output_scores": True,
+        "return_dict_in_generate": True,
+        "eos_token_id": None,
+    }
+    expected = model.generate(**inputs, **options, use_cache=False)
+    for cache in ("dynamic", "static"):
+        found = model.generate(**inputs, **options, cache_implementation=cache)
+        assert torch.equal(found.sequences, expected.sequences), cache
+        for mine, theirs in zip(found.scores, expected.scores, strict=True):
+            assert (mine - theirs).abs().max() < 1e-4
+    beams = {**options, "num_beams": 3}
+    expected = model.generate(**inputs, **beams, use_cache=False)
+    assert torch.equal(model.generate(**inputs, **beams).sequences, expected.sequences)
+
+
+@pytest.mark.parametrize("name", ["bart", "t5"])
+def test_generation_after_an_encoder(name):
+    model = family_model(name)
+    use_positional(model, "kerple_log")
+    inputs = {"input_ids": family_inputs(model)["input_ids"]}
+    inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
+    inputs["attention_mask"][1, 9:] = 0
+    options = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None}
+    expected = model.generate(**inputs, **options, use_cache=False)
+    assert torch.equal(model.generate(**inputs, **options), expected)
+
+
+@torch.no_grad()
+def test_attention_probabilities():
+    model = family_model("llama")
+    use_positional(model, "kerple_log")
+    inputs = family_inputs(model, "left")
+    expected = model(**inputs)[0]
+    found = model(**inputs, output_attentions=True)
+    assert (found.logits - expected)[inputs["attention_mask"].bool()].abs().max() < 1e-4
+    sums = found.attentions[0].sum(dim=-1).transpose(1, 2)[inputs["attention_mask"].bool()]
+    assert torch.allclose(sums, torch.ones_like(sums))
+
+
+@pytest.mark.parametrize("method", ["kerple_log", "dape_kerple"])
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_gradient_checkpointing(method, reentrant):
+    model = family_model("llama")
+    use_positional(model, method)
+    inputs = family_inputs(model, "left")
+    gradients = []
+    for checkpointing in (False, True):
+        model.zero_grad()
+        if checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+            model.enable_input_require_grads()
+        model.train()
+        outputs(model, inputs).square().mean().backward()
+        gradients.append(
+            [parameter.grad.clone() for parameter in model.kerple_positional.parameters()]
+        )
+    for first, second in zip(*gradients, strict=True):
+        assert torch.allclose(first, second, rtol=1e-4, atol=1e-7)
+
+
+def test_steps_change_the_tables():
+    """A step of an optimizer, gradient accumulation, and evaluation between steps."""
+    model = family_model("llama")
+    use_positional(model, "kerple_log")
+    optimizer = torch.optim.SGD(model.kerple_positional.parameters(), lr=0.5)
+    inputs = family_inputs(model)
+    losses = []
+    for _ in range(3):
+        for _ in range(2):
+            outputs(model, inputs).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            losses.append(float(outputs(model, inputs).square().mean()))
+    assert losses == sorted(losses, reverse=True)
+    assert losses[0] - losses[-1] > 1e-4
+
+
+REFUSED = {"decay", "embed"}
+
+
+@pytest.mark.parametrize("own_positions", ["keep", "remove"])
+@pytest.mark.parametrize("method", primary_names())
+@torch.no_grad()
+def test_every_method(method, own_positions):
+    """Padding, packing and a cache change nothing."""
+    model = family_model("llama")
+    shape = ModelShape(num_heads=4, head_size=8, hidden_size=32, num_layers=2, max_positions=64)
+    if build(method, shape).hooks & REFUSED:
+        with pytest.raises(NotImplementedError):
+            use_positional(model, method, own_positions=own_positions)
+        return
+    use_positional(model, method, own_positions=own_positions)
+    text, other = torch.randint(3, 99, (2, 1, 11), generator=torch.Generator().manual_seed(5))
+    expected = model(text)[0]
+
+    padded = F.pad(text, (4, 0))
+    mask = F.pad(torch.ones_like(text), (4, 0))
+    positions = (mask.cumsum(dim=1) - 1).clamp(min=0)
+    found = [model(padded, attention_mask=mask, position_ids=positions)[0][:, 4:]]
+    packed, places = torch.cat([other, text], dim=1), torch.arange(11).repeat(2)[None]
+    found.append(model(packed, position_ids=places, use_cache=False)[0][:, 11:])
+    cache, parts = DynamicCache(), []
+    for start, end in ((0, 6), (6, 7), (7, 11)):
+        parts.append(model(text[:, start:end], past_key_values=cache)[0])
+    found.append(torch.cat(parts, dim=1))
+    for each in found:
+        assert (each - expected).abs().max() / expected.std() < 1e-4

@@ -1,0 +1,81 @@
+"""Masks, packed rows and padding of transformers."""
+
+import copy
+
+import pytest
+import torch
+from transformers import StaticCache
+
+from kerple.transformers import use_positional
+from tests.support.model_families import (
+    TOLERANCE,
+    VOCABULARY,
+    family_inputs,
+    family_model,
+    method_of,
+    with_reference,
+)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3_text", "llama4_text"])
+@torch.no_grad()
+def test_packed_rows(name):
+    """Positions that restart give what the texts give alone."""
+    model = family_model(name)
+    use_positional(model, "kerple_log")
+    texts = [torch.randint(3, VOCABULARY, (1, length)) for length in (9, 4, 7)]
+    positions = torch.cat([torch.arange(text.shape[1]) for text in texts])[None]
+    packed = model(torch.cat(texts, dim=1), position_ids=positions, use_cache=False)[0]
+    alone = torch.cat([model(text, use_cache=False)[0] for text in texts], dim=1)
+    assert (packed - alone).abs().max() / alone.std() < 1e-5
+
+
+@torch.no_grad()
+def test_padding_between_tokens_has_no_distance():
+    """With its own positions counted by the mask, a text with gaps is the text without them."""
+    model = family_model("llama")
+    use_positional(model, "kerple_log")
+    text = torch.randint(3, VOCABULARY, (1, 9))
+    places = [0, 1, 2, 5, 6, 8, 9, 10, 11]
+    tokens = torch.zeros(1, 12, dtype=torch.int64)
+    mask = torch.zeros_like(tokens)
+    tokens[:, places], mask[:, places] = text, 1
+    positions = (mask.cumsum(dim=1) - 1).clamp(min=0)
+    found = model(tokens, attention_mask=mask, position_ids=positions)[0][:, places]
+    assert (found - model(text)[0]).abs().max() < 1e-4
+
+
+@torch.no_grad()
+def test_masks_of_ones_own():
+    """A prefix that all tokens see, as a mask of bools or one that is added."""
+    model = family_model("llama").double()
+    plain = copy.deepcopy(model)
+    use_positional(model, "kerple_log")
+    model.kerple_positional.double()
+    reference = with_reference(plain, method_of(model))
+    tokens = family_inputs(model)["input_ids"]
+    sees = torch.ones(3, 1, 12, 12, dtype=torch.bool).tril()
+    sees[..., :5] = True
+    added = torch.zeros(sees.shape, dtype=torch.float64).masked_fill(~sees, -1e30)
+    expected = reference(tokens, attention_mask=added)[0]
+    for mask in (sees, added):
+        found = model(tokens, attention_mask=mask)[0]
+        assert (found - expected).abs().max() / expected.std() < TOLERANCE
+    use_positional(model, "dape_kerple")
+    with pytest.raises(NotImplementedError, match="mask"):
+        model(tokens, attention_mask=sees)
+
+
+@torch.no_grad()
+def test_a_mask_with_unused_keys():
+    """The places of the queries are not known: as with a static cache that is not full."""
+    model = family_model("llama")
+    use_positional(model, "kerple_log")
+    cache = StaticCache(config=model.config, max_cache_len=16)
+    tokens = family_inputs(model)["input_ids"]
+    sees = torch.ones(3, 1, 12, 16, dtype=torch.bool).tril()
+    with pytest.raises(ValueError, match="static"):
+        model(tokens, attention_mask=sees, past_key_values=cache)
+    expected = model(tokens)[0]
+    found = model(tokens, attention_mask=sees[..., :12])[0]
+    assert (found - expected).abs().max() < 1e-4

@@ -1,0 +1,47 @@
+"""Finding the attention of models, and removing their own positions."""
+
+import pytest
+import torch
+
+from kerple.positional import T5
+from kerple.transformers import use_positional
+from tests.support.model_families import FAMILIES, each_of, family_inputs, family_model, outputs
+
+
+@each_of(FAMILIES)
+@torch.no_grad()
+def test_positions_are_removed_and_come_back(name):
+    """Without positions and with ALiBi, a text that is preceded by more padding is the same."""
+    model = family_model(name)
+    expected = outputs(model, family_inputs(model))
+    use_positional(model, "none", own_positions="remove")
+    removed = outputs(model, family_inputs(model))
+    assert (removed - expected).abs().max() / expected.std() > 0.02
+    use_positional(model, None)
+    assert torch.equal(outputs(model, family_inputs(model)), expected)
+
+
+def test_positions_that_cannot_be_removed(monkeypatch):
+    model = family_model("gpt2")
+    model.transformer.unknown = model.transformer.wpe
+    del model.transformer.wpe
+    type(model.transformer).wpe = property(lambda self: self.unknown)
+    monkeypatch.setattr(type(model.transformer), "wpe", type(model.transformer).wpe, raising=False)
+    with pytest.raises(ValueError, match="remove"):
+        use_positional(model, "kerple_log", own_positions="remove")
+    assert not hasattr(model, "kerple_positional")
+    del type(model.transformer).wpe
+
+
+@torch.no_grad()
+def test_the_bias_of_t5_is_a_method():
+    model = family_model("t5")
+    inputs = family_inputs(model, "right")
+    expected = outputs(model, inputs)
+    for stack in (model.encoder, model.decoder):
+        table = stack.block[0].layer[0].SelfAttention.relative_attention_bias.weight
+        bidirectional = stack is model.encoder
+        method = T5(num_heads=4, head_size=8, bidirectional=bidirectional)
+        method.weight.copy_(table / method.scale)
+        use_positional(stack, method, own_positions="remove")
+    assert (outputs(model, inputs) - expected).abs().max() / expected.std() < 1e-5
