@@ -66,10 +66,8 @@ class PositionsExceeded(ValueError):
 # The hooks that attention and the embedding call.
 HOOKS = ("embed", "rotate", "bias", "weight", "modify_scores", "scale_qk", "decay")
 # Properties of earlier versions, which nothing asks for.
-REPLACED = (
-    *("embeds", "rotates", "modifies_scores", "scales_qk"),
-    *("has_bias", "has_weight", "has_decay", "has_positions"),
-)
+REPLACED: tuple[str, ...] = ("embeds", "rotates", "modifies_scores", "scales_qk")
+REPLACED += ("has_bias", "has_weight", "has_decay", "has_positions")
 
 
 @dataclass(frozen=True, eq=False)
@@ -216,18 +214,16 @@ class PositionalMethod(nn.Module):
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """As in nn.Module. Raises ValueError if FSDP2 would shard the parameters a second time: it
-        would fail without naming the reason.
-        """
-        # `fully_shard` asks each module for its own parameters.
+        """As in nn.Module. Raises ValueError if FSDP2 would shard the parameters a second time."""
+        # `fully_shard` asks each module for its own parameters, and would fail without a reason.
         if not recurse:
             caller = sys._getframe(1).f_globals.get("__name__", "")
             sharded = "DTensor" in [type(each).__name__ for each in self._parameters.values()]
             if sharded and caller.startswith("torch.distributed.fsdp"):
                 raise ValueError(
                     f"{type(self).__name__}: fully_shard has already sharded this method's "
-                    "parameters with another layer. Layers that share a method cannot be wrapped "
-                    "one by one: wrap only the root module, or give each layer a method of its own"
+                    "parameters with another layer. If layers share a method, wrap only the root "
+                    "module, or give each layer a method of its own"
                 )
         return super().named_parameters(prefix, recurse, remove_duplicate)
 

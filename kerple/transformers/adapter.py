@@ -80,10 +80,14 @@ def use_positional(
     try:
         # The self-attention layers, in the order of their calls.
         calls = find_attention(model)
-        chosen = range(len(calls)) if layers is None else sorted(set(layers))
+        chosen = list(range(len(calls)))
+        if layers is not None:
+            chosen = sorted(set(layers))
         unknown = [index for index in chosen if not 0 <= index < len(calls)]
-        if unknown:
-            raise ValueError(f"layers {unknown}: the model has {len(calls)} self-attention layers")
+        if unknown or not chosen:
+            raise ValueError(
+                f"layers {unknown or 'is empty'}: the model has {len(calls)} self-attention layers"
+            )
 
         # The methods: one for all layers, or one for each.
         calls = [calls[index] for index in chosen]
@@ -95,7 +99,7 @@ def use_positional(
             "method": method if isinstance(method, str) else None,
             "options": options,
             "own_positions": own_positions,
-            "layers": None if layers is None else list(chosen),
+            "layers": layers and chosen,
             "num_heads": calls[0].num_heads,
             "head_size": calls[0].head_size,
         }
@@ -159,7 +163,9 @@ def _read(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
     # A complete model, in one file or several.
     config = folder / "config.json"
-    description = json.loads(config.read_text()).get(MODULE) if config.is_file() else None
+    description = None
+    if config.is_file():
+        description = json.loads(config.read_text()).get(MODULE)
     if description is None:
         raise ValueError(
             f"{folder}: has neither {DESCRIPTION} nor a model that was saved with a method"

@@ -97,9 +97,11 @@ def _check_mask(mask: Tensor | None, s: int, t: int) -> None:
     """
     if mask is None or s == t:
         return
+    # True in a mask of bools, 0 in one that is added.
     last = mask[:, :, -1, t - 1]
-    sees = last if last.dtype == torch.bool else last == 0
-    if not bool(sees.all()):
+    if last.dtype != torch.bool:
+        last = last == 0
+    if not bool(last.all()):
         raise ValueError(
             "attention_mask has keys after the last query, as with a static cache; for a mask of "
             "four dimensions, use a dynamic cache"
@@ -120,7 +122,9 @@ def _dense_attention(
     NotImplementedError for methods with more than biases and weights by distance.
     """
     method = attention.positional
-    hooks = frozenset() if method is None else method.hooks
+    hooks: frozenset[str] = frozenset()
+    if method is not None:
+        hooks = method.hooks
     if hooks - {"bias", "weight"}:
         raise NotImplementedError(
             f"{type(method).__name__} supports masks of padding, texts and windows only, no "
@@ -132,9 +136,10 @@ def _dense_attention(
     s, t = query.shape[2], key.shape[2]
     group = query.shape[1] // key.shape[1]
     key, values = key.repeat_interleave(group, dim=1), value.repeat_interleave(group, dim=1)
-    scale = query.shape[3] ** -0.5 if scaling is None else scaling
+    if scaling is None:
+        scaling = query.shape[3] ** -0.5
     dtype = torch.promote_types(query.dtype, torch.float32)
-    scores = query.to(dtype) @ key.to(dtype).transpose(2, 3) * scale
+    scores = query.to(dtype) @ key.to(dtype).transpose(2, 3) * scaling
 
     # Bias and weight by distance: [h, b or 1, s, t], positive for keys before the query.
     if method is not None:

@@ -187,25 +187,21 @@ def for_layer(visible: Visible, device: torch.device) -> Visible:
     through each layer on its own.
     """
     for tables in visible.tables.values():
-        needs_grad = any(
-            table is not None and table.requires_grad
-            for table in (tables.bias, tables.weight, tables.scores)
-        )
+        found = [each for each in (tables.bias, tables.weight, tables.scores) if each is not None]
+        needs_grad = any(each.requires_grad for each in found)
         if needs_grad and not torch.is_grad_enabled():
             visible.tables.clear()
             break
-    on_device = visible.device == device
-    if on_device:
+    if visible.device == device:
         return visible
-    documents, dense, positions = visible.documents, visible.dense, visible.positions
-    return replace(
-        visible,
-        device=device,
-        documents=None if documents is None else documents.to(device),
-        dense=None if dense is None else dense.to(device),
-        positions=None if positions is None else positions.to(device),
-        tables={},
-    )
+    moved = replace(visible, device=device, tables={})
+    if visible.documents is not None:
+        moved.documents = visible.documents.to(device)
+    if visible.dense is not None:
+        moved.dense = visible.dense.to(device)
+    if visible.positions is not None:
+        moved.positions = visible.positions.to(device)
+    return moved
 
 
 def dense_mask(visible: Visible, query: Tensor) -> Tensor:
@@ -221,7 +217,8 @@ def dense_mask(visible: Visible, query: Tensor) -> Tensor:
     mask = mask[None, None]
     if visible.documents is not None:
         ids = visible.documents.ids
-        is_self = visible.causal or s == t
-        same = ids[:, -s:, None] == ids[:, None] if is_self else ids[:, None] >= 0
-        mask = mask & same[:, None]
+        is_text = ids[:, None] >= 0
+        if visible.causal or s == t:  # not cross-attention
+            is_text = ids[:, -s:, None] == ids[:, None]
+        mask = mask & is_text[:, None]
     return mask

@@ -68,11 +68,13 @@ def _random_tokens(model: PreTrainedModel) -> dict[str, Tensor]:
     lengths = {"input_ids": 7}
     if "decoder_input_ids" in inspect.signature(model.forward).parameters:
         lengths["decoder_input_ids"] = 5
-    low = min(10, vocabulary // 2)  # special tokens, such as padding, come first
-    return {
-        name: torch.randint(low, vocabulary, (1, length), generator=generator).to(embedding.device)
-        for name, length in lengths.items()
-    }
+    # Special tokens, such as padding, come first.
+    low = min(10, vocabulary // 2)
+    inputs = {}
+    for name, length in lengths.items():
+        tokens = torch.randint(low, vocabulary, (1, length), generator=generator)
+        inputs[name] = tokens.to(embedding.device)
+    return inputs
 
 
 @torch.no_grad()
@@ -125,22 +127,24 @@ def check_removed(model: PreTrainedModel) -> None:
         attended.add(module)
         return PLAIN(query, key, value, causal=False, scale=scaling).transpose(1, 2)
 
+    # The same tokens in another order. The last input is that of the output's tokens.
     inputs = _random_tokens(model)
-    order = {
-        name: torch.randperm(tokens.shape[1], generator=torch.Generator().manual_seed(1))
-        for name, tokens in inputs.items()
-    }
+    generator = torch.Generator().manual_seed(1)
+    shuffled = {}
+    for name, tokens in inputs.items():
+        permutation = torch.randperm(tokens.shape[1], generator=generator)
+        shuffled[name] = tokens[:, permutation]
     expected = _run_probe(model, unordered, inputs)
-    shuffled = {name: tokens[:, order[name]] for name, tokens in inputs.items()}
     found = _run_probe(model, unordered, shuffled)
     for module in attended:
         module.__dict__["_kerple_removed"] = True
 
-    # The last input is that of the output's tokens; an output of no tokens stays the same.
-    permutation = list(order.values())[-1]
+    # An output that is not one of tokens stays the same.
     if expected.dim() == 3 and expected.shape[1] == len(permutation):
         expected = expected[:, permutation]
-    tolerance = 1e-4 if expected.dtype in (torch.float32, torch.float64) else 0.05
+    tolerance = 0.05
+    if expected.dtype in (torch.float32, torch.float64):
+        tolerance = 1e-4
     difference = (found - expected).abs().max() / expected.std().clamp(min=1e-30)
     if difference > tolerance:
         raise ValueError(
