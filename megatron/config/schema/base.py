@@ -106,11 +106,7 @@ def integral(value: Any) -> Any:
 Int = Annotated[int, BeforeValidator(integral)]
 # strict=False: YAML has lists, not tuples. The items are still strict.
 Ints = Annotated[tuple[Annotated[Int, Field(ge=1)], ...], Field(strict=False)]
-Steps = Annotated[
-    tuple[Annotated[Int, Field(ge=0)], ...],
-    Field(strict=False),
-    BeforeValidator(lambda x: () if x is None else x),
-]
+Steps = Annotated[tuple[Annotated[Int, Field(ge=0)], ...], Field(strict=False)]
 # A single one is accepted instead of a list, as for the types below.
 Widths = Annotated[
     tuple[Annotated[Int, Field(ge=1, le=2**31)] | None, ...],
@@ -134,5 +130,3 @@ Weights = Annotated[tuple[Annotated[float, Field(gt=0, le=1e30)], ...], Field(st
 _Beta = Annotated[float, Field(ge=0, lt=1)]
 Betas = Annotated[tuple[_Beta, _Beta], Field(strict=False)]
 CaseInsensitive = BeforeValidator(lambda x: x.lower() if isinstance(x, str) else x)
-# null resets the value that an earlier file has set.
-Mapping = Annotated[dict[str, Any], BeforeValidator(lambda x: {} if x is None else x)]

@@ -43,7 +43,7 @@ def test_methods_have_at_least_one_head():
         if name == "per_layer":
             sizes["methods"] = ["alibi"]
         if name == "kerple":
-            sizes["bias"] = ["log"]
+            sizes["bias"] = "log"
         with pytest.raises(ValueError, match=r"num_heads .* -3"):
             registry.method_class(name)(**{**sizes, "num_heads": -3})
 
