@@ -306,6 +306,7 @@ def _read_models(
             seed=saved.training.seed,
             train_length=saved.model.seq_length,
             settings=repr(settings),
+            precision=options.precision,
             environment={"commit": commit(), "machine": machine(), "versions": versions()},
         )
         models.append(EvaluatedModel(folder, step, saved, provenance, fingerprint))

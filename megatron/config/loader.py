@@ -248,7 +248,8 @@ def _assign(keys: MergedKeys, messages: Messages) -> dict[str, dict[str, Any]]:
         rest = (*path[:-1], WILDCARD)
         if path in FIELDS:
             section, name = FIELDS[path]
-            sections[section][name] = value
+            if value is not None:  # null: the default
+                sections[section][name] = value
         elif path in MAPPINGS:
             if isinstance(value, dict):
                 for key, child in value.items():

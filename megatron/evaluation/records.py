@@ -80,6 +80,8 @@ class Record(TypedDict):
         bos: the token that `--bos` put at the start of each segment, or the tokenizer at the start
             of each passkey prompt; None if there was none. Files of earlier versions lack the key
             in this case.
+        precision: of the weights and the computation, e.g. fp32. The key is missing if it is not
+            known.
     """
 
     kind: Name
@@ -96,6 +98,7 @@ class Record(TypedDict):
     environment: Environment | None
     complete_segments: NotRequired[Text]
     bos: NotRequired[Count | None]
+    precision: NotRequired[Name]
 
 
 class DocumentGroups(TypedDict):
@@ -234,7 +237,7 @@ _ADAPTERS = {kind: TypeAdapter(record_type) for kind, record_type in KINDS.items
 @dataclass(frozen=True)
 class Provenance:
     """Where the values of records come from. settings: whatever changes the values for given
-    weights, e.g. the precision.
+    weights, e.g. the precision. precision: see `Record`; None if it is not known.
     """
 
     checkpoint: Checkpoint | None = None
@@ -243,6 +246,7 @@ class Provenance:
     train_length: int | None = None
     settings: str = ""
     environment: Environment | None = None
+    precision: str | None = None
 
     def record(
         self,
@@ -257,7 +261,7 @@ class Provenance:
     ) -> Record:
         """A record without values. `determined_by` and `settings` together determine the values."""
         digest = hashlib.sha256(repr((determined_by, self.settings)).encode()).hexdigest()[:16]
-        return Record(
+        record = Record(
             kind=kind,
             corpus=corpus,
             checkpoint=self.checkpoint,
@@ -272,6 +276,9 @@ class Provenance:
             environment=self.environment,
             bos=bos,
         )
+        if self.precision is not None:
+            record["precision"] = self.precision
+        return record
 
 
 def perplexity(loss: float) -> float | None:

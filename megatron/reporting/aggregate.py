@@ -16,7 +16,7 @@ from megatron.utils.errors import UserError
 ALPHA = 0.05  # significance level
 AnyRecord = Mapping[str, Any]  # of any kind, see megatron.evaluation.records
 CELL = ["setting", "method", "length"]  # the columns that identify a cell of a table
-DETAILS = ("tokens", "targets", "note")  # further keys of a record
+DETAILS = ("tokens", "targets", "bos", "precision", "note")  # further keys of a record
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class Measurements:
     Attributes:
         frame: one row per record, in the order of the records, with the columns `setting`,
             `method`, `length`, `depth` (of pass keys), `seed`, `value` (NaN if not available),
-            `tokens`, `targets` and `note`.
+            `tokens`, `targets`, `bos`, `precision` and `note`.
         settings, methods: those of the records, in their order.
         lengths: ascending.
     """

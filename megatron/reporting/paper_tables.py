@@ -13,6 +13,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Literal
 
+from pandas import DataFrame
+
+from megatron.evaluation.protocols import Kerple
 from megatron.reporting.aggregate import (
     ALPHA,
     AnyRecord,
@@ -174,7 +177,8 @@ def passkey_tables(records: Iterable[AnyRecord]) -> list[Table]:
                     cells.append(Cell(format_percent(values)))
                 lines.append(Row((name,), tuple(cells)))
         notes = ["Share of prompts answered with the complete pass key."]
-        notes += _seeds_note(group, is_bold=False) + missing_notes(group, names)
+        notes += _seeds_note(group, is_bold=False) + settings_notes(group)
+        notes += missing_notes(group, names)
         table = Table(
             slug("passkey", setting.corpus or "text", setting.size, setting.train_length).lower(),
             f"Passkey retrieval, {setting_title(setting)}",
@@ -394,6 +398,7 @@ def _notes(
                 f"{corpus_name(setting.corpus)} at {length:,}: the values are not comparable, "
                 f"because they were measured on different texts ({counts} tokens)."
             )
+    notes += _lengths_notes(tokens) + settings_notes(group)
 
     # The daggers, and the rows of the paper.
     if reference and any(cell.worse for cell in cells):
@@ -410,6 +415,44 @@ def _notes(
             f'Rows labeled "paper": {"; ".join(filter(None, (paper.source, paper.note)))}.'
         )
     return notes + missing_notes(group, names)
+
+
+def _lengths_notes(measured: DataFrame) -> list[str]:
+    """The corpora on which the lengths of a method were measured on different texts, e.g. because
+    an earlier evaluation had other lengths. The protocol `kerple` does so itself.
+    """
+    notes = {}
+    by_seed = measured.groupby(["setting", "method", "seed"], sort=False, dropna=False)
+    for (setting, *_), rows in by_seed:
+        if setting.protocol.startswith(Kerple.base_name):
+            continue
+        if rows["tokens"].nunique() > 1 or rows["targets"].nunique() > 1:
+            notes[setting] = (
+                f"{corpus_name(setting.corpus)}: values at different lengths are not comparable, "
+                "because they were measured on different texts; evaluate all lengths in one run."
+            )
+    return list(notes.values())
+
+
+def settings_notes(values: Measurements) -> list[str]:
+    """The precisions, and the tokens put before texts, of values that were not measured alike."""
+    notes = []
+    for setting, rows in values.frame.dropna(subset="value").groupby("setting", sort=False):
+        title = corpus_name(setting.corpus)
+        precisions = sorted(rows["precision"].dropna().unique())
+        if len(precisions) > 1:
+            notes.append(
+                f"{title}: the values were measured in different precisions "
+                f"({' and '.join(precisions)})."
+            )
+        first_tokens = rows["bos"].astype("Int64").drop_duplicates()
+        if len(first_tokens) > 1:
+            texts = first_tokens.astype("string").fillna("none")
+            notes.append(
+                f"{title}: the values are not comparable, because different tokens were put before "
+                f"the texts (--bos): {' and '.join(sorted(texts))}."
+            )
+    return notes
 
 
 def _seeds_note(values: Measurements, *, is_bold: bool = True) -> list[str]:

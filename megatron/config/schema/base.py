@@ -115,20 +115,6 @@ def _text_as_list(value: Any) -> Any:
     return value
 
 
-def _null_as_list(value: Any) -> Any:
-    """null resets the value that an earlier file has set."""
-    if value is None:
-        return ()
-    return value
-
-
-def _null_as_mapping(value: Any) -> Any:
-    """null resets the value that an earlier file has set."""
-    if value is None:
-        return {}
-    return value
-
-
 def _lower(value: Any) -> Any:
     if isinstance(value, str):
         return value.lower()
@@ -144,11 +130,8 @@ def _swish_to_silu(name: Any) -> Any:
 Int = Annotated[int, BeforeValidator(integral)]
 # strict=False: YAML has lists, not tuples. The items are still strict.
 Ints = Annotated[tuple[Annotated[Int, Field(ge=1)], ...], Field(strict=False)]
-Steps = Annotated[
-    tuple[Annotated[Int, Field(ge=0)], ...],
-    Field(strict=False),
-    BeforeValidator(_null_as_list),
-]
+Steps = Annotated[tuple[Annotated[Int, Field(ge=0)], ...], Field(strict=False)]
+# A single one is accepted instead of a list, as for the types below.
 Widths = Annotated[
     tuple[Annotated[Int, Field(ge=1, le=2**31)] | None, ...],
     Field(strict=False, min_length=1),
@@ -182,4 +165,3 @@ InitMethod = Literal[
     "small_init",
     "single_residual_scaled_normal",
 ]
-Mapping = Annotated[dict[str, Any], BeforeValidator(_null_as_mapping)]

@@ -23,7 +23,6 @@ from megatron.config.schema.base import (
     ConfigSection,
     InitMethod,
     Int,
-    Mapping,
     PathText,
     SwishIsSilu,
     Widths,
@@ -135,7 +134,7 @@ class ModelConfig(ConfigSection):
         "embedding.",
     )
     pos_emb: str = field("learned", "Positional method, built in or registered by pos_emb_module.")
-    pos_emb_options: Mapping = field({}, "Options of the positional method, by name.")
+    pos_emb_options: dict[str, Any] = field({}, "Options of the positional method, by name.")
     pos_emb_module: PathText | None = field(
         None,
         "Python file (path/to/file.py) or module that registers further positional methods when "

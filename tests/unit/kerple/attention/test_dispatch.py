@@ -273,7 +273,7 @@ def test_decays_that_do_not_fit():
     states, sums = random_states(3, 6), torch.zeros(1, 2, 6)
     with pytest.raises(ValueError, match=r"decay_sums \[1, 2, 3\] must be \[1, 2, 6\]"):
         attend_with(*states, decay_sums=sums[..., :3])
-    with pytest.raises(ValueError, match=r"decay_sums.*weight_table, modify_scores"):
+    with pytest.raises(ValueError, match=r"decay_sums.*weight_table.*modify_scores"):
         attend_with(*states, decay_sums=sums, weight_table=torch.ones(2, 6))
     with pytest.raises(ValueError, match="decay_sums"):
         Attention(DecayingXPos(4))(*states)

@@ -129,7 +129,9 @@ def test_half_precision_changes_the_loss_a_little(tmp_path, configuration):
     for name in ("fp32", "bf16"):
         words = [configuration(), "--lengths", "64", "--tokens", "640", "--precision", name]
         main([*words, "--output", str(tmp_path / name)])
-        losses[name] = rows_in(tmp_path / name)[0]["loss"]
+        (row,) = rows_in(tmp_path / name)
+        losses[name] = row["loss"]
+        assert row["precision"] == name
     assert losses["fp32"] != losses["bf16"] == pytest.approx(losses["fp32"], rel=0.02)
 
 

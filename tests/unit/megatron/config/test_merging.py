@@ -7,6 +7,8 @@ import json
 import pytest
 
 from megatron.config import load_config
+from megatron.config.schema import FIELDS, SECTIONS
+from megatron.config.schema.base import WILDCARD
 from tests.support.configs import MINIMAL
 from tests.support.errors import assert_rejected
 
@@ -208,6 +210,28 @@ def test_null_resets_a_mapping(write):
         "deepspeed_extra_args",
     ):
         assert load(write, MODEL, overrides=[f"{key}=null"]).to_flat()[key] is None
+
+
+def test_null_resets_every_key_to_its_default(write):
+    plain = load(write, MODEL)
+    required = []
+    for path, (section, name) in FIELDS.items():
+        key = ".".join(path)
+        if SECTIONS[section].model_fields[name].is_required():
+            required.append(key)
+        elif path[-1] != WILDCARD and key.replace("_", "-") not in MINIMAL:
+            reset = load(write, MODEL, overrides=[f"{key}=null"])
+            assert reset.model_dump() == plain.model_dump(), key
+    for key in required:
+        assert_rejected(f'"{key}" is missing', load, write, MODEL, overrides=[f"{key}=null"])
+
+    # Values of files, with checks that depend on whether a key is set.
+    keys = '{"split": "8,1,1", "lr-decay-style": "cosine", "rotary-pct": 0.5, "pos-emb": "rotary"}'
+    overrides = ["split=null", "lr-decay-style=null", "rotary-pct=null"]
+    config = load(write, MODEL, keys, overrides=[*overrides, "pos-emb-options.fraction=0.25"])
+    defaults = plain.data.split, plain.schedule.lr_decay_style
+    assert (config.data.split, config.schedule.lr_decay_style) == defaults
+    assert config.model.positional_options["fraction"] == 0.25
 
 
 def test_a_key_and_its_nested_alias_in_one_file(write):

@@ -262,6 +262,43 @@ def test_different_texts_are_noted():
     )
 
 
+def test_lengths_of_different_texts_are_noted():
+    """A method that was evaluated again with other lengths."""
+    first = [record("alibi", length, 3.0, targets="a") for length in (512, 1024)]
+    for keys in ({"targets": "b"}, {"targets": "a", "tokens": 896}):
+        records = [*first, record("alibi", 2048, 3.0, **keys)]
+        notes = only(perplexity_tables(records), "kerple-3").notes
+        assert [note.split(":")[0] for note in notes if "different lengths" in note] == ["GitHub"]
+        notes = only(perplexity_tables(first), "kerple-3").notes
+        assert not any("not comparable" in note for note in notes)
+
+        # Each length scores other texts.
+        planned = [{**entry, "protocol": "kerple@8"} for entry in records]
+        notes = only(perplexity_tables(planned), "kerple-3").notes
+        assert not any("different lengths" in note for note in notes)
+
+
+@pytest.mark.parametrize("tables", [perplexity_tables, passkey_tables])
+def test_other_first_tokens_and_precisions_are_noted(tables):
+    make = record
+    if tables is passkey_tables:
+
+        def make(*arguments, **keys):
+            return passkey_record(*arguments[:2], 0.5, 1.0, **keys)
+
+    def notes(*keys):
+        records = [make(name, 512, 3.0, **each) for name, each in zip("ab", keys, strict=True)]
+        table = tables(records)[0]
+        return [note for note in table.notes if "--bos" in note or "precision" in note]
+
+    assert notes({"bos": 7}, {"bos": 7, "precision": "fp32"}) == []  # older records
+    assert notes({"bos": None}, {}) == []
+    (note,) = notes({"bos": None}, {"bos": 50_256})
+    assert "50256 and none" in note
+    (note,) = notes({"precision": "fp32"}, {"precision": "bf16"})
+    assert "bf16 and fp32" in note
+
+
 def test_methods_with_fewer_seeds_are_not_bold():
     table = only(
         perplexity_tables([*seeds("kerple_log", 512, LOG), record("rpe", 512, 1.0)]), "kerple-3"
