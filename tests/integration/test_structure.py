@@ -41,7 +41,7 @@ def imported_modules(path: Path) -> set[str]:
 
 # Module -> how many files of this project it may import, itself included.
 IMPORT_LIMITS = {
-    "megatron.cli.report": 26,
+    "megatron.cli.report": 27,
     "megatron.inference.loading": 79,
     "megatron.training.loop": 110,
 }
