@@ -103,15 +103,13 @@ class PositionalMethod(nn.Module):
 
     A method implements the hooks it needs:
 
-        embed(hidden, positions)    add to the token embeddings
-        rotate(query, key, query_positions, key_positions)
-                                    transform queries and keys
-        bias(distance)              added to the scaled scores
-        weight(distance)            multiplies the scaled scores, as `bias`
-        modify_scores(chunk)        compute the final scores, for all heads at once
-        scale_qk(query, key, query_positions, key_positions)
-                                    scale rotated queries and keys, segment by segment
-        decay(hidden)               added to the scores: its sums between key and query
+        embed(hidden, positions)                              add to the token embeddings
+        rotate(query, key, query_positions, key_positions)    transform queries and keys
+        bias(distance)                                        added to the scaled scores
+        weight(distance)                                      multiplies them, as `bias`
+        modify_scores(chunk)                                  the final scores, for all heads
+        scale_qk(query, key, query_positions, key_positions)  scale segments after rotation
+        decay(hidden)                                         its sums are added to scores
 
     Attention computes softmax(weight * q.k / sqrt(d) + bias) over the visible keys, or
     softmax(modify_scores(q.k / sqrt(d), ...)). A method with `modify_scores` has no bias, weight,
