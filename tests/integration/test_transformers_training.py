@@ -1,15 +1,20 @@
 """Llama-style models train like transformers' own implementations: the same weights, data and
-optimizer in float32.
+optimizer in float32. Methods of use_positional are trained by Trainer and with LoRA.
 """
 
+import peft
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
+from kerple.transformers import load_positional, save_positional, use_positional
 from megatron.convert import from_hugging_face
 from megatron.inference import load_model
 from tests.support.checkpoints import TRAIN_LENGTH
 from tests.support.conversion import quiet
 from tests.support.families import family_model
+from tests.support.model_families import VOCABULARY, family_inputs, outputs
+from tests.support.model_families import family_model as tiny_model
 
 STEPS = 20
 
@@ -45,3 +50,69 @@ def test_losses_are_those_of_transformers(family, tmp_path):
     assert losses[-1][0] < losses[0][0] - 0.3
     for ours_, theirs_ in losses:
         assert ours_ == pytest.approx(theirs_, abs=1e-4)
+
+
+class Texts(torch.utils.data.Dataset):
+    """32 random texts of 16 tokens."""
+
+    def __len__(self):
+        return 32
+
+    def __getitem__(self, index):
+        generator = torch.Generator().manual_seed(index)
+        tokens = torch.randint(3, VOCABULARY, (16,), generator=generator)
+        return {"input_ids": tokens, "labels": tokens}
+
+
+def train(model, folder, resume=None, **options):
+    arguments = TrainingArguments(
+        str(folder),
+        max_steps=4,
+        save_steps=2,
+        learning_rate=0.01,
+        per_device_train_batch_size=4,
+        report_to=[],
+        use_cpu=True,
+        disable_tqdm=True,
+        **options,
+    )
+    Trainer(model, arguments, train_dataset=Texts()).train(resume_from_checkpoint=resume)
+
+
+def parameters(model):
+    return [parameter.detach().clone() for parameter in model.kerple_positional.parameters()]
+
+
+def test_trainer_saves_and_resumes_a_method(tmp_path):
+    model = tiny_model("llama")
+    use_positional(model, "kerple_log")
+    before = parameters(model)
+    train(model, tmp_path)
+    for old, new in zip(before, parameters(model), strict=True):
+        assert (new - old).abs().max() > 1e-3
+
+    # Another process continues from step 2, and a third one loads step 4.
+    resumed = tiny_model("llama")
+    use_positional(resumed, "kerple_log")
+    train(resumed, tmp_path / "other", resume=str(tmp_path / "checkpoint-2"))
+    for one, other in zip(model.parameters(), resumed.parameters(), strict=True):
+        assert torch.equal(one, other)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint-4")
+    load_positional(loaded, tmp_path / "checkpoint-4")
+    inputs = family_inputs(model)
+    assert torch.equal(outputs(loaded.eval(), inputs), outputs(model.eval(), inputs))
+
+
+def test_lora_with_a_method(tmp_path):
+    model = tiny_model("llama")
+    use_positional(model, "kerple_log")
+    adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"], r=2))
+    adapted.base_model.model.kerple_positional.requires_grad_(True)
+    before = parameters(model)
+    train(adapted, tmp_path / "run", gradient_checkpointing=True)
+    for old, new in zip(before, parameters(model), strict=True):
+        assert (new - old).abs().max() > 1e-3
+    save_positional(adapted, tmp_path / "adapter")
+    other = load_positional(tiny_model("llama"), tmp_path / "adapter")
+    for one, two in zip(parameters(model), parameters(other), strict=True):
+        assert torch.equal(one, two)
