@@ -19,6 +19,8 @@ from kerple.transformers.probes import Layer, check_removed, find_attention, rem
 
 # The name of the module with the methods, and the files of an adapter.
 MODULE = "kerple_positional"
+# What is noted in modules, without registering it.
+MARKS = ("_kerple_attention", "_kerple_cross", "_kerple_removed", "_kerple_state")
 WEIGHTS, DESCRIPTION = "positional.safetensors", "positional.json"
 # What a method may need that the interface does not pass.
 UNAVAILABLE = {
@@ -249,7 +251,7 @@ def _restore(model: PreTrainedModel, state: _State | None = None) -> None:
     for handle in state.handles:
         handle.remove()
     for module in model.modules():
-        for name in ("_kerple_attention", "_kerple_removed", "_kerple_state"):
+        for name in MARKS:
             module.__dict__.pop(name, None)
         if isinstance(module, PreTrainedModel):
             SHARED_TABLES.pop(id(module.config), None)

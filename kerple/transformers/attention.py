@@ -69,12 +69,12 @@ def attention_forward(
     key, value = key[:, :, : visible.kv_len], value[:, :, : visible.kv_len]
     if visible.dense is not None or position_bias is not None or kwargs.get("output_attentions"):
         return _dense_attention(
-            attention, query, key, value, visible, position_bias, dropout, scaling
+            module, attention, query, key, value, visible, position_bias, dropout, scaling
         )
 
-    documents = visible.documents
-    key_mask = None
-    if documents is not None and not visible.causal and query.shape[2] != key.shape[2]:
+    # The texts of cross-attention are those of the keys alone.
+    documents, key_mask = visible.documents, None
+    if documents is not None and is_cross(module):
         key_mask, documents = documents.ids >= 0, None
     context = attention(
         query,
@@ -89,6 +89,11 @@ def attention_forward(
         scale=scaling,
     )
     return context.transpose(1, 2).contiguous(), None
+
+
+def is_cross(module: nn.Module) -> bool:
+    """Whether a module is cross-attention (see `probes.find_attention`)."""
+    return "_kerple_cross" in module.__dict__
 
 
 def _check_mask(mask: Tensor | None, s: int, t: int) -> None:
@@ -109,6 +114,7 @@ def _check_mask(mask: Tensor | None, s: int, t: int) -> None:
 
 
 def _dense_attention(
+    module: nn.Module,
     attention: Attention,
     query: Tensor,
     key: Tensor,
@@ -144,6 +150,8 @@ def _dense_attention(
     # Bias and weight by distance: [h, b or 1, s, t], positive for keys before the query.
     if method is not None:
         positions = visible.positions
+        if positions is None and visible.documents is not None:
+            positions = visible.documents.positions
         if positions is None:
             positions = torch.arange(t, device=query.device)[None]
         distance = positions[:, -s:, None] - positions[:, None, :]
@@ -159,7 +167,7 @@ def _dense_attention(
     # What is visible: True in a mask of bools, 0 in one that is added.
     mask = visible.dense
     if mask is None:
-        mask = dense_mask(visible, query)
+        mask = dense_mask(visible, query.device, is_cross(module))
     mask = mask[..., :t]
     if mask.dtype == torch.bool:
         scores = scores.masked_fill(~mask, torch.finfo(dtype).min)

@@ -204,9 +204,17 @@ def for_layer(visible: Visible, device: torch.device) -> Visible:
     return moved
 
 
-def dense_mask(visible: Visible, query: Tensor) -> Tensor:
-    """Bool `[b or 1, 1, s, t]`, True for what a query sees."""
-    s, t, device = visible.q_len, visible.kv_len, query.device
+def dense_mask(visible: Visible, device: torch.device, is_cross: bool) -> Tensor:
+    """Bool, broadcastable to `[b, 1, s, t]`, True for what a query sees. In cross-attention, these
+    are all keys that are no padding.
+    """
+    s, t, documents = visible.q_len, visible.kv_len, visible.documents
+    if is_cross:
+        mask = torch.ones(1, 1, 1, t, dtype=torch.bool, device=device)
+        if documents is not None:
+            mask = (documents.ids >= 0)[:, None, None]
+        return mask
+
     places = torch.arange(t, device=device)
     distance = places[-s:, None] - places
     mask = torch.ones_like(distance, dtype=torch.bool)
@@ -215,10 +223,7 @@ def dense_mask(visible: Visible, query: Tensor) -> Tensor:
     if visible.window is not None:
         mask = mask & (distance.abs() < visible.window)
     mask = mask[None, None]
-    if visible.documents is not None:
-        ids = visible.documents.ids
-        is_text = ids[:, None] >= 0
-        if visible.causal or s == t:  # not cross-attention
-            is_text = ids[:, -s:, None] == ids[:, None]
-        mask = mask & is_text[:, None]
+    if documents is not None:
+        same = documents.ids[:, -s:, None] == documents.ids[:, None]
+        mask = mask & same[:, None]
     return mask

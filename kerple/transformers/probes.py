@@ -26,18 +26,15 @@ class Layer:
     head_size: int
 
 
-# id of the configuration -> the state of its model. A copied model is not found here, and its
-# layers compute their tables themselves.
-
-
 def find_attention(model: PreTrainedModel) -> list[Layer]:
     """The self-attention layers, in the order of their calls. Leaves the implementation set."""
     calls: list[Layer] = []
     modules: set[nn.Module] = set()
 
     def observe(module, query, key, value, is_causal, scaling, position_bias):  # type: ignore[no-untyped-def]
-        is_self = query.shape[2] == key.shape[2]
-        if is_self and module not in modules:
+        if query.shape[2] != key.shape[2]:
+            module.__dict__["_kerple_cross"] = True
+        elif module not in modules:
             modules.add(module)
             calls.append(Layer(module, query.shape[1], query.shape[3]))
         return value.new_zeros(len(query), query.shape[2], query.shape[1], value.shape[3])

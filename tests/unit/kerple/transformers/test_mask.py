@@ -13,6 +13,7 @@ from tests.support.model_families import (
     family_inputs,
     family_model,
     method_of,
+    outputs,
     with_reference,
 )
 
@@ -79,3 +80,28 @@ def test_a_mask_with_unused_keys():
     expected = model(tokens)[0]
     found = model(tokens, attention_mask=sees[..., :12])[0]
     assert (found - expected).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("name", ["bart", "t5"])
+@torch.no_grad()
+def test_cross_attention_to_as_many_keys_as_queries(name):
+    model = family_model(name)
+    inputs = family_inputs(model, "right")
+    inputs["decoder_input_ids"] = torch.randint(3, VOCABULARY, (3, 12))
+    expected = outputs(model, inputs)
+    use_positional(model, "none")
+    assert (outputs(model, inputs) - expected).abs().max() / expected.std() < 1e-5
+
+
+@pytest.mark.parametrize("name", ["llama", "bert", "t5"])
+@torch.no_grad()
+def test_probabilities_with_padding_between_tokens(name):
+    """The matrix of scores has the distances of the backends."""
+    model = family_model(name)
+    use_positional(model, "kerple_log", own_positions="remove")
+    inputs = family_inputs(model, "inner")
+    expected = outputs(model, inputs)
+    found = model(**inputs, use_cache=False, output_attentions=True)[0]
+    if name != "t5":
+        found = found[inputs["attention_mask"].bool()]
+    assert (found - expected).abs().max() / expected.std() < 1e-5
