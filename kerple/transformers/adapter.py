@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from kerple.attention import Attention
 from kerple.positional import ModelShape, PositionalMethod, build_layers
-from kerple.transformers.mask import SHARED_TABLES
+from kerple.transformers.mask import attention_of, share_tables
 from kerple.transformers.probes import Layer, check_removed, find_attention, remove_positions
 
 # The name of the module with the methods, and the files of an adapter.
@@ -71,20 +71,26 @@ def use_positional(
     Raises ValueError if the model does not use the interface, has what cannot be computed (capped
     scores, attention sinks, other attention masks), if its positions cannot be removed, or if the
     method or an option does not exist; NotImplementedError for a method that needs what the
-    interface does not pass. The model is unchanged then.
+    interface does not pass. The model then has no method.
     """
     if own_positions not in ("keep", "remove"):
         raise ValueError(f'own_positions must be "keep" or "remove", not {own_positions!r}')
     _restore(model)
     if method is None:
         return
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel) and attention_of(module.config):
+            raise ValueError(
+                f"the configuration of {type(module).__name__} belongs to another model too, which "
+                "has a method; build the models with configurations of their own (copy.deepcopy)"
+            )
     state = _State(model.config._attn_implementation)
     try:
         # The self-attention layers, in the order of their calls.
         calls = find_attention(model)
         chosen = list(range(len(calls)))
         if layers is not None:
-            chosen = sorted(set(layers))
+            chosen = sorted({int(index) for index in layers})
         unknown = [index for index in chosen if not 0 <= index < len(calls)]
         if unknown or not chosen:
             raise ValueError(
@@ -101,7 +107,8 @@ def use_positional(
             "method": method if isinstance(method, str) else None,
             "options": options,
             "own_positions": own_positions,
-            "layers": layers and chosen,
+            "layers": None if layers is None else chosen,
+            "num_layers": len(calls),
             "num_heads": calls[0].num_heads,
             "head_size": calls[0].head_size,
         }
@@ -110,7 +117,7 @@ def use_positional(
             state.handles += remove_positions(model)
             check_removed(model)
     except BaseException:
-        _restore(model, state)
+        _undo(model, state)
         raise
 
 
@@ -147,14 +154,18 @@ def load_positional(model: PreTrainedModel, folder: str | Path) -> PreTrainedMod
         **description["options"],
     )
     found = _state_of(model).description
-    for name in ("num_heads", "head_size"):
+    for name in ("num_layers", "num_heads", "head_size"):
         if found[name] != description[name]:
             use_positional(model, None)
             raise ValueError(
                 f"{folder}: was saved for {name} {description[name]}, but the model has "
                 f"{found[name]}"
             )
-    getattr(model, MODULE).load_state_dict(weights)
+    try:
+        getattr(model, MODULE).load_state_dict(weights)
+    except RuntimeError as error:
+        use_positional(model, None)
+        raise ValueError(f"{folder}: {error}") from error
     return model
 
 
@@ -227,7 +238,7 @@ def _attach(model: PreTrainedModel, state: _State) -> None:
     setattr(model.config, MODULE, {**copy.deepcopy(state.description), "load": call})
     for module in model.modules():
         if isinstance(module, PreTrainedModel):
-            SHARED_TABLES[id(module.config)] = state.methods
+            share_tables(module.config, state.methods)
 
 
 def _owner(model: nn.Module) -> nn.Module:
@@ -242,19 +253,22 @@ def _state_of(model: nn.Module) -> _State:
     return state
 
 
-def _restore(model: PreTrainedModel, state: _State | None = None) -> None:
-    """Undo `use_positional`; nothing if it was not called."""
-    if state is None:
-        state = model.__dict__.get("_kerple_state")
-    if state is None:
-        return
+def _restore(model: PreTrainedModel) -> None:
+    """Undo `use_positional` on a model and its parts."""
+    for module in list(model.modules()):
+        state = module.__dict__.get("_kerple_state")
+        if state is not None:
+            _undo(module, state)
+
+
+def _undo(model: Any, state: _State) -> None:
     for handle in state.handles:
         handle.remove()
     for module in model.modules():
         for name in MARKS:
             module.__dict__.pop(name, None)
         if isinstance(module, PreTrainedModel):
-            SHARED_TABLES.pop(id(module.config), None)
+            share_tables(module.config, None)
     if hasattr(model, MODULE):
         delattr(model, MODULE)
     if hasattr(model.config, MODULE):

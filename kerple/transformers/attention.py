@@ -17,7 +17,13 @@ from kerple.transformers.mask import Mask, Visible, attention_mask, dense_mask, 
 # The name of the attention implementation.
 IMPLEMENTATION = "kerple"
 # Arguments of attention that change the scores in a way that no method here does.
-REFUSED = {"softcap": "caps the scores", "s_aux": "has attention sinks"}
+REFUSED = {
+    "softcap": "caps the scores",
+    "s_aux": "has attention sinks",
+    "sinks": "has attention sinks",
+    "indices": "attends to selected keys",
+    "block_indices": "attends to selected keys",
+}
 # Functions that take the place of attention, to observe a model.
 PROBES: list[Callable[..., Tensor]] = []
 # Of layers without a method.
@@ -49,6 +55,11 @@ def attention_forward(
     attention = getattr(module, "_kerple_attention", PLAIN)
     if position_bias is not None and getattr(module, "_kerple_removed", False):
         position_bias = None
+
+    # Autocast leaves a rotated query in float32; the products of attention are in its dtype.
+    if torch.is_autocast_enabled(query.device.type):
+        dtype = torch.get_autocast_dtype(query.device.type)
+        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
 
     # A mask that is a tensor was given by the user, or made by the model.
     if isinstance(attention_mask, Mask):

@@ -3,6 +3,7 @@
 Legend: b batch, s query length, t key length.
 """
 
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -15,9 +16,10 @@ from transformers.masking_utils import bidirectional_mask_function, causal_mask_
 from kerple.attention import Attention, Documents, position_tables
 from kerple.attention.tables import PositionTables
 
-# id of a model's configuration -> the attention of its layers, which share the tables of a forward
-# pass. A copy of a model is not found here; its layers compute their tables themselves.
-SHARED_TABLES: dict[int, list[Attention]] = {}
+# id of a model's configuration -> the configuration, and the attention of the layers, which share
+# the tables of a forward pass. A copy of a model is not found here; its layers compute their tables
+# themselves.
+_SHARED: dict[int, tuple[weakref.ref[Any], list[Attention]]] = {}
 
 
 @dataclass(eq=False)
@@ -171,7 +173,7 @@ def _add_tables(visible: Visible, config: Any, device: torch.device) -> None:
     """
     length = max(visible.q_len, visible.kv_len)
     with_jacobians = device.type == "cuda" and torch.is_grad_enabled()
-    for attention in SHARED_TABLES.get(id(config), []):
+    for attention in attention_of(config):
         visible.tables[attention] = position_tables(
             attention.positional,
             length,
@@ -179,6 +181,26 @@ def _add_tables(visible: Visible, config: Any, device: torch.device) -> None:
             causal=visible.causal,
             with_jacobians=with_jacobians and not torch.compiler.is_compiling(),
         )
+
+
+def attention_of(config: Any) -> list[Attention]:
+    """The attention of the model with this configuration; empty if it has no method."""
+    found, attentions = _SHARED.get(id(config), (None, []))
+    if found is None or found() is not config:
+        return []
+    return attentions
+
+
+def share_tables(config: Any, attentions: list[Attention] | None) -> None:
+    """Let the layers of the model with this configuration share their tables; None: no more."""
+    key = id(config)
+
+    def forget(_: object = None) -> None:
+        _SHARED.pop(key, None)
+
+    forget()
+    if attentions is not None:
+        _SHARED[key] = weakref.ref(config, forget), attentions
 
 
 def for_layer(visible: Visible, device: torch.device) -> Visible:

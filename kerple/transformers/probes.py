@@ -91,20 +91,23 @@ def _run_probe(
             module.training = True
 
 
+def zero_angles(module: nn.Module, inputs: Any, output: Any) -> Any:
+    """A hook: the cosines and sines of angles 0, or their complex numbers."""
+    if isinstance(output, Tensor) and output.is_complex():
+        return torch.ones_like(output)
+    cosine, sine = output
+    return torch.ones_like(cosine), torch.zeros_like(sine)
+
+
+def zero_embeddings(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
+    """A hook."""
+    return torch.zeros_like(output)
+
+
 def remove_positions(model: PreTrainedModel) -> list[Any]:
     """Hooks that make rotary angles zero and leave out position embeddings. The biases of the
     model, which it passes to attention, are left out there.
     """
-
-    def zero_angles(module: nn.Module, inputs: Any, output: Any) -> Any:
-        if isinstance(output, Tensor) and output.is_complex():
-            return torch.ones_like(output)
-        cosine, sine = output
-        return torch.ones_like(cosine), torch.zeros_like(sine)
-
-    def zero_embeddings(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
-        return torch.zeros_like(output)
-
     handles = []
     for name, module in model.named_modules():
         if type(module).__name__.endswith("RotaryEmbedding"):

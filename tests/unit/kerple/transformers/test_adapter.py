@@ -1,9 +1,11 @@
 """Adding a method to a model of transformers, saving and loading it."""
 
 import copy
+import pickle
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
 from kerple.positional import KerpleLog
@@ -67,6 +69,59 @@ def test_a_saved_model_is_loaded_with_its_method(tmp_path):
     family_model("llama").save_pretrained(tmp_path / "other")
     with pytest.raises(ValueError, match=r"positional\.json"):
         load_positional(loaded, tmp_path / "other")
+
+
+def test_a_part_of_a_model(tmp_path):
+    model = family_model("llama")
+    expected = outputs(model, family_inputs(model))
+    use_positional(model.model, "kerple_log")
+    assert not torch.equal(outputs(model, family_inputs(model)), expected)
+    use_positional(model, None)
+    assert torch.equal(outputs(model, family_inputs(model)), expected)
+    assert not hasattr(model.model, "kerple_positional")
+
+
+def test_models_that_share_a_configuration():
+    model = family_model("llama")
+    other = type(model)(model.config)
+    use_positional(model, "kerple_log")
+    with pytest.raises(ValueError, match="configuration"):
+        use_positional(other, "kerple_log")
+    use_positional(model, None)
+    use_positional(other, "kerple_log")
+
+
+def test_weights_that_do_not_fit(tmp_path):
+    model = family_model("llama")
+    use_positional(model, "kerple_log")
+    save_positional(model, tmp_path)
+    deeper = family_model("llama", num_hidden_layers=3)
+    with pytest.raises(ValueError, match="num_layers"):
+        load_positional(deeper, tmp_path)
+    save_file({"other": torch.zeros(2)}, tmp_path / "positional.safetensors")
+    use_positional(model, None)
+    with pytest.raises(ValueError, match="other"):
+        load_positional(model, tmp_path)
+    assert not hasattr(model, "kerple_positional")
+
+
+def test_copies_and_pickles():
+    model = family_model("llama")
+    use_positional(model, "kerple_log", own_positions="remove")
+    inputs = family_inputs(model)
+    expected = outputs(model, inputs)
+    for same in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert torch.equal(outputs(same, inputs), expected)
+
+
+def test_autocast():
+    model = family_model("llama")
+    use_positional(model, "kerple_log")
+    inputs = family_inputs(model)
+    expected = outputs(model, inputs)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = outputs(model, inputs)
+    assert (found - expected).abs().max() / expected.std() < 0.1
 
 
 def test_a_method_given_as_an_object(tmp_path):
