@@ -429,7 +429,8 @@ def _lengths_notes(measured: DataFrame) -> list[str]:
         if rows["tokens"].nunique() > 1 or rows["targets"].nunique() > 1:
             notes[setting] = (
                 f"{corpus_name(setting.corpus)}: values at different lengths are not comparable, "
-                "because they were measured on different texts; evaluate all lengths in one run."
+                "because they were measured on different texts; evaluate all of them in one run, "
+                "with lengths that divide the longest."
             )
     return list(notes.values())
 
