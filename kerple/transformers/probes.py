@@ -63,11 +63,17 @@ def _random_tokens(model: PreTrainedModel) -> dict[str, Tensor]:
     vocabulary = len(embedding)
     generator = torch.Generator().manual_seed(0)
     lengths = {"input_ids": 7}
-    if "decoder_input_ids" in inspect.signature(model.forward).parameters:
+    parameters = inspect.signature(model.forward).parameters
+    if "decoder_input_ids" in parameters:
         lengths["decoder_input_ids"] = 5
     # Special tokens, such as padding, come first.
     low = min(10, vocabulary // 2)
-    inputs = {}
+    inputs: dict[str, Tensor] = {}
+    # A decoder without its encoder needs the states that it attends to.
+    is_part = model.config.is_encoder_decoder and "decoder_input_ids" not in parameters
+    if is_part and "encoder_hidden_states" in parameters:
+        states = torch.randn(1, 3, embedding.shape[1], generator=generator)
+        inputs["encoder_hidden_states"] = states.to(embedding)
     for name, length in lengths.items():
         tokens = torch.randint(low, vocabulary, (1, length), generator=generator)
         inputs[name] = tokens.to(embedding.device)
@@ -131,7 +137,11 @@ def check_removed(model: PreTrainedModel) -> None:
     inputs = _random_tokens(model)
     generator = torch.Generator().manual_seed(1)
     shuffled = {}
+    permutation = torch.arange(0)
     for name, tokens in inputs.items():
+        if name == "encoder_hidden_states":
+            shuffled[name] = tokens
+            continue
         permutation = torch.randperm(tokens.shape[1], generator=generator)
         shuffled[name] = tokens[:, permutation]
     expected = _run_probe(model, unordered, inputs)
