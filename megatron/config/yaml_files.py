@@ -258,9 +258,7 @@ def read_file(path: Path) -> list[YamlEntry]:
 
 
 def parse(text: str, source: str) -> list[YamlEntry]:
-    """The top-level keys of a YAML text; `source` names it in errors. Raises UserError like
-    `read_file`.
-    """
+    """The top-level keys of a YAML text, which errors call `source`. Raises UserError."""
     try:
         node, values = _load(text)
     except _YamlProblem as error:

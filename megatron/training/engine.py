@@ -310,9 +310,7 @@ class Engine:
         project_masters(self.deepspeed.optimizer)
 
     def refresh_masters(self) -> None:
-        """Copy the weights into the optimizer's fp32 master weights, after a
-        checkpoint was loaded.
-        """
+        """Copy weights that were loaded into the optimizer's fp32 master weights."""
         if hasattr(self.deepspeed.optimizer, "refresh_fp32_params"):
             self.deepspeed.optimizer.refresh_fp32_params()
 

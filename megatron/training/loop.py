@@ -131,9 +131,7 @@ def _count_parameters(engine: Engine, vocab_size: int, report: Callable[[str], N
 
 
 def _load_state(engine: Engine, start: Start, report: Callable[[str], None]) -> TrainingState:
-    """Load the checkpoint. Raises UserError if the run would replace checkpoints of another run in
-    `save`.
-    """
+    """Load the checkpoint. Raises UserError if the run would replace those of another run."""
     config, last_iteration = engine.config, engine.config.schedule.last_iteration
     state = load_checkpoint(engine, start.source, start.checkpoint, report)
     engine.project()

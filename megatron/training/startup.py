@@ -171,9 +171,7 @@ class Start:
     branch: float
 
     def lineage_of(self, state: TrainingState) -> list[int] | None:
-        """The earlier iterations of the run of the loaded state, up to a branch; None if this is a
-        new run.
-        """
+        """The earlier iterations of the loaded run, up to a branch; None if this is a new run."""
         if self.source.checkpoint.finetune:
             return None
         return [iteration for iteration in state.lineage if iteration <= self.branch]

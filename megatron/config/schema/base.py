@@ -32,9 +32,7 @@ class ConfigSection(BaseModel):
         yield from ()
 
     def warnings(self) -> Iterator[str]:
-        """One message for each key whose meaning in GPT-NeoX is easily mistaken, or
-        differs here.
-        """
+        """One message for each key whose meaning in GPT-NeoX differs or is easily mistaken."""
         yield from ()
 
 
