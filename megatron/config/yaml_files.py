@@ -209,6 +209,8 @@ def find_file(name: str | Path, config_dir: str | Path | None = None) -> Path:
     if config_dir and (folder := expanded_path(str(config_dir))):
         path = Path(folder) / name
         paths = [path]
+
+    # The name itself comes before the name with an ending.
     try:
         for place in paths:
             for ending in ("", *ENDINGS):
