@@ -394,9 +394,7 @@ def _merge_layer(
     tensor_size: int,
     positional: bool,
 ) -> dict[str, Tensor]:
-    """The layer's full (unsliced) tensors. Raises CheckpointError for a missing, unknown or
-    misshapen tensor.
-    """
+    """The layer's unsliced tensors. Raises CheckpointError if names or shapes do not fit."""
     # Without its positional tensors, a layer may have none.
     left_out: tuple[str, ...] = ()
     if not positional:

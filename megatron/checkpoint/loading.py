@@ -214,13 +214,14 @@ def resumable_config(config: Config) -> Config | None:
         problem = f"checkpoints of an unknown run ({error})"
     if saved is not None and _starts_like(saved, settings):
         # The state that it left out when it started is not to be left out again.
-        return config.updated(
-            load=settings.save,
-            finetune=False,
-            iteration=None,
-            no_load_optim=settings.no_load_optim and not saved.no_load_optim,
-            no_load_rng=settings.no_load_rng and not saved.no_load_rng,
-        )
+        resumed: dict[str, Any] = {
+            "load": settings.save,
+            "finetune": False,
+            "iteration": None,
+            "no_load_optim": settings.no_load_optim and not saved.no_load_optim,
+            "no_load_rng": settings.no_load_rng and not saved.no_load_rng,
+        }
+        return config.model_copy(update={"checkpoint": settings.model_copy(update=resumed)})
     if is_same:
         return None
     if not problem:

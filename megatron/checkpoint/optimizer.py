@@ -292,9 +292,7 @@ class SavedOptimizer:
 
 
 def read_optimizer(step: Path) -> SavedOptimizer:
-    """The optimizer files of a checkpoint that this project saved. Raises CheckpointError if one is
-    damaged.
-    """
+    """The optimizer files of a checkpoint of this project. Raises CheckpointError if damaged."""
     entries: dict[str, dict[int, list[dict[str, Any]]]] = {}
     for path in sorted(step.glob(OPTIMIZER_FILES)):
         content = load_tensors(path)

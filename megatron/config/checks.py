@@ -35,7 +35,7 @@ def validate(config: Sections) -> Iterator[str]:
 
 
 def warnings_for(config: Sections) -> Iterator[str]:
-    """One message for each key whose meaning in GPT-NeoX is easily mistaken, or differs here."""
+    """One message for each key whose meaning in GPT-NeoX differs or is easily mistaken."""
     for _, section in config:
         yield from section.warnings()
     if config.optimizer.use_bnb_optimizer and config.model.pos_emb == "learned":

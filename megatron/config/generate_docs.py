@@ -102,6 +102,8 @@ def _table_row(name: str, field: FieldInfo) -> str:
         meaning += f" Built-in methods: {', '.join(built_in)}."
     if has_placeholders(field):
         meaning += " Placeholders."
+
+    # A vertical bar would end the cell.
     cells = [" or ".join(keys), describe_type(field.annotation, field.metadata), default, meaning]
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 

@@ -176,6 +176,7 @@ def _expand_paths(keys: MergedKeys, messages: Messages) -> None:
             return expanded_path(value)
         return value
 
+    # Only strings in fields of paths; a placeholder in them is filled in later.
     for path, (section, name) in FIELDS.items():
         entry = keys.get(path[0])
         if entry is not None and is_path(SECTIONS[section].model_fields[name]):

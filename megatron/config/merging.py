@@ -278,6 +278,7 @@ def _same_type(one: Any, other: Any) -> bool:
 
 def _check_values(entry: YamlEntry) -> None:
     """Raises UserError if a value looks like a secret, or is one that no key accepts."""
+    # All values inside lists and mappings, without recursion: they may be nested deeply.
     stack: list[tuple[tuple[str, ...], Any]] = [((entry.key,), entry.value)]
     while stack:
         path, value = stack.pop()

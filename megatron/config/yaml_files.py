@@ -209,6 +209,8 @@ def find_file(name: str | Path, config_dir: str | Path | None = None) -> Path:
     if config_dir and (folder := expanded_path(str(config_dir))):
         path = Path(folder) / name
         paths = [path]
+
+    # The name itself comes before the name with an ending.
     try:
         for place in paths:
             for ending in ("", *ENDINGS):
@@ -258,9 +260,7 @@ def read_file(path: Path) -> list[YamlEntry]:
 
 
 def parse(text: str, source: str) -> list[YamlEntry]:
-    """The top-level keys of a YAML text; `source` names it in errors. Raises UserError like
-    `read_file`.
-    """
+    """The top-level keys of a YAML text, which errors call `source`. Raises UserError."""
     try:
         node, values = _load(text)
     except _YamlProblem as error:

@@ -56,7 +56,7 @@ def self_contained_files(pos_emb: str, **options: Any) -> dict[str, str]:
 
     # transformers 4 copies only files that the modeling file imports by name, so it imports from
     # all of them.
-    last_import = "from .positional_method import NAME, Method\n"
+    last_import = "from .positional_method import Method\n"
     stems = [Path(name).stem for name in sorted(files)]
     imports = last_import
     for stem in stems:

@@ -162,9 +162,7 @@ def _write_sentencepiece(files: TokenizerFiles, tokenizer: Tokenizer, folder: Pa
 
 
 def check_rows(tokenizer: Tokenizer, vocabulary: int) -> None:
-    """Raises CheckpointError if the tokenizer has more tokens than the model's
-    embedding has rows.
-    """
+    """Raises CheckpointError if the tokenizer has more tokens than the embedding has rows."""
     if tokenizer.vocab_size > vocabulary:
         raise CheckpointError(
             f"the tokenizer has {tokenizer.vocab_size} tokens, but the model's embedding has "

@@ -68,9 +68,7 @@ def hugging_face_names(model: GPT) -> dict[tuple[int, str], str]:
 
 
 def positional_prefixes(model: GPT) -> dict[int, str]:
-    """Layer index -> prefix of its positional method's names; one entry if the layers share the
-    method.
-    """
+    """Layer index -> prefix of its positional method's names; one entry if they share it."""
     methods = model.positional_methods()
     if all(method.shared or "embed" in method.hooks for method in methods.values()):
         return dict.fromkeys(methods, SHARED_POSITIONAL)
@@ -206,9 +204,7 @@ def check_tensors(
 
 @torch.no_grad()
 def fill(model: GPT, tensors: dict[str, Tensor], model_type: str = "gpt_neox") -> None:
-    """Copy tensors under the names of a model_type, which `check_tensors` has accepted, into the
-    model.
-    """
+    """Copy tensors that `check_tensors` has accepted into the model."""
     if model_type in llama.ARCHITECTURES:
         tensors = llama.merge_tensors(tensors, model.settings.config)
     for name, tensor in _named_tensors(model).items():

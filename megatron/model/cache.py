@@ -67,9 +67,7 @@ class LayerCache:
         return [torch.cat((sinks[:, :, :dropped], part), dim=2) for sinks, part in pairs]
 
     def _grow(self, states: Sequence[Tensor], first: int) -> None:
-        """Replace the buffers by larger ones with room for the states, without tokens before
-        `first`.
-        """
+        """Make room for the states in larger buffers, without tokens before `first`."""
         kept = self._stored - first
         needed, doubled = kept + states[0].shape[2], 64
         if self._buffers:

@@ -167,9 +167,7 @@ def norm_linear(
     bias: Any,
     group: dist.ProcessGroup | None,
 ) -> tuple[Tensor, Tensor]:
-    """The residual hidden + update + update_bias `[n, e]`, and the linear layer of its norm
-    `[n, o]`.
-    """
+    """hidden + update + update_bias `[n, e]`, and the linear layer of its norm `[n, o]`."""
     norm_bias, rms = getattr(norm, "bias", None), isinstance(norm, nn.RMSNorm)
     residual, output = _NormLinear.apply(
         hidden, update, update_bias, norm.weight, norm_bias, weight, bias, norm.eps, rms, group

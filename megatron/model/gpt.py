@@ -277,9 +277,7 @@ def positional_methods(layers: dict[int, nn.Module]) -> dict[int, PositionalMeth
 
 @contextmanager
 def text_length(methods: Iterable[PositionalMethod], length: int) -> Iterator[None]:
-    """In the block, the methods read texts of `length` tokens (see
-    `PositionalMethod.begin_text`).
-    """
+    """Within, the methods read texts of `length` tokens (see `PositionalMethod.begin_text`)."""
     methods = list(methods)
     for method in methods:
         method.begin_text(length)

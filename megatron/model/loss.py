@@ -39,9 +39,7 @@ CHUNK_ELEMENTS, CPU_CHUNK_ELEMENTS, CPU_MIN_ROWS = 2**26, 2**21, 256
 
 
 def token_losses(logits: Tensor, labels: Tensor) -> Tensor:
-    """Cross entropy of each token in nats, `[b, s]`, in at least float32, from logits
-    `[b, s, v]`.
-    """
+    """Cross entropy of each token in nats, `[b, s, v] -> [b, s]`, in at least float32."""
     flat_logits, flat_labels = logits.flatten(0, -2), labels.flatten()
     if not torch.is_grad_enabled() and _uses_kernel(logits.device, logits.dtype):
         lse, label_logits = _statistics(flat_logits.contiguous(), flat_labels)

@@ -19,9 +19,7 @@ from megatron.utils.environment import check_version
 def column_linear(
     input_size: int, output_size: int, *, bias: bool, tp: TensorParallel
 ) -> nn.Module:
-    """`[..., input_size] -> [..., output_size / tp.size]`: the output features are split over the
-    ranks.
-    """
+    """`[..., input_size] -> [..., output_size / tp.size]`: output features are split over ranks."""
     if tp.size == 1:
         return nn.Linear(input_size, output_size, bias=bias)
     from megatron.core.tensor_parallel import ColumnParallelLinear

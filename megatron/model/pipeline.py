@@ -103,9 +103,7 @@ class GPTPipeline(PipelineModule):
         inputs: tuple[Tensor | tuple[Tensor, Tensor]],
         options: dict[str, Any],
     ) -> tuple[tuple[Tensor], dict[str, Any]] | None:
-        """Turn ids in the input of a layer into its argument `documents`. Layers after the blocks
-        need none.
-        """
+        """Turn ids in the input of a layer into its argument `documents`, if it has that."""
         if not isinstance(inputs[0], tuple):
             return None
         states, ids = inputs[0]
@@ -136,9 +134,7 @@ class GPTPipeline(PipelineModule):
         return self.output.loss(hidden, *labels)
 
     def of_all_stages(self, values: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Merge the stages' values by name, in the order of the stages. All ranks must call it
-        together.
-        """
+        """Merge the stages' values by name, in the order of the stages. A collective."""
         stages: list[dict[str, Tensor]] = [{}] * self.num_stages
         dist.all_gather_object(stages, values, group=self._grid.get_pipe_parallel_group())
         return {name: value for stage in stages for name, value in stage.items()}

@@ -198,9 +198,7 @@ def optimizer_setting(name: OptimizerName) -> str:
 def build_optimizer(
     name: OptimizerName, groups: Groups, params: Mapping[str, Any]
 ) -> tuple[Optimizer, str]:
-    """Build the optimizer `name` with `params` over its defaults; returns it and a description for
-    the log.
-    """
+    """The optimizer `name` with `params` over its defaults, and a description for the log."""
     spec = OPTIMIZERS[name]
     return spec.build(groups, {**spec.defaults, **params})
 

@@ -203,9 +203,7 @@ class WholeParameterOptimizer(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """Update the parameters in the tensors of the groups that have gradients. A collective of
-        `group`.
-        """
+        """Update the parameters in tensors with gradients. A collective of `group`."""
         for outer, inner in self._groups:
             inner.update({name: value for name, value in outer.items() if name != "params"})
 

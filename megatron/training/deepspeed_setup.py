@@ -259,9 +259,7 @@ class PatchedZeroOptimizer(DeepSpeedZeroOptimizer):
             super().independent_gradient_partition_epilogue()
 
     def check_overflow(self, partition_gradients: bool = True) -> None:
-        """Nothing: `step` skips if the norm is not finite. Upstream: about ten kernels per
-        gradient.
-        """
+        """Nothing: `step` looks at the norm. Upstream: about ten kernels per gradient."""
 
     def _squared_norm(
         self, gradients: list[torch.Tensor], params: list[torch.nn.Parameter]
@@ -375,9 +373,7 @@ def deepspeed_config(settings: dict[str, Any], grid: Any) -> DeepSpeedConfig:
 
 
 def check_deepspeed(config: Config, data_parallel_size: int) -> None:
-    """Check the keys for DeepSpeed before the data are read and the model is built. Raises
-    UserError.
-    """
+    """Check the keys for DeepSpeed before anything is built. Raises UserError."""
     fields = DeepSpeedZeroConfig.model_fields
     known = {*fields, *(field.alias for field in fields.values() if field.alias)}
     for name in config.optimizer.zero:

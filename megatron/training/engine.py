@@ -144,6 +144,8 @@ def _build_model(
             raise
     else:
         model = GPTWithLoss(settings, checkpoint_every=checkpoint_every)
+
+    # The same weights on all replicas, also in the copies that stages share.
     initialize(
         model.layers(),
         settings,
@@ -175,6 +177,8 @@ def _wrap_with_deepspeed(
         engine_class, grid = PatchedEngine, None
         if layout.tensor_size > 1:
             grid = PipelineParallelGrid(topology=topology)
+
+    # DeepSpeed prints its configuration.
     with contextlib.redirect_stdout(io.StringIO()):
         deepspeed: DeepSpeedEngine = engine_class(
             args=None,
@@ -310,9 +314,7 @@ class Engine:
         project_masters(self.deepspeed.optimizer)
 
     def refresh_masters(self) -> None:
-        """Copy the weights into the optimizer's fp32 master weights, after a
-        checkpoint was loaded.
-        """
+        """Copy weights that were loaded into the optimizer's fp32 master weights."""
         if hasattr(self.deepspeed.optimizer, "refresh_fp32_params"):
             self.deepspeed.optimizer.refresh_fp32_params()
 

@@ -133,9 +133,7 @@ def _count_parameters(engine: Engine, vocab_size: int, report: Callable[[str], N
 
 
 def _load_state(engine: Engine, start: Start, report: Callable[[str], None]) -> TrainingState:
-    """Load the checkpoint. Raises UserError if the run would replace checkpoints of another run in
-    `save`.
-    """
+    """Load the checkpoint. Raises UserError if the run would replace those of another run."""
     config, last_iteration = engine.config, engine.config.schedule.last_iteration
     state = load_checkpoint(engine, start.source, start.checkpoint, report)
     engine.project()
@@ -146,6 +144,7 @@ def _load_state(engine: Engine, start: Start, report: Callable[[str], None]) -> 
         is_end = iteration == last_iteration or _is_due(iteration, config.training.exit_interval)
         return is_end or config.checkpoint.saves(iteration)
 
+    # Before training: which checkpoints in `save` it will replace.
     folder = config.checkpoint.save
     if folder is not None and last_iteration > 0:
         lineage = start.lineage_of(state)
@@ -294,6 +293,7 @@ class Trainer:
         if self.datasets.train is not None and state.iteration < self.last_iteration:
             batches = self.engine.batches(self.datasets.train, state.consumed_samples)
         while state.iteration < self.last_iteration:
+            # The curriculum changes the length between steps.
             if length != self.engine.length_at(state.iteration):
                 length = self.engine.length_at(state.iteration)
                 if self.config.curriculum.enabled:
@@ -304,6 +304,8 @@ class Trainer:
             learning_rate = self.schedule(self.engine.schedule_step(state.iteration))
             loss = self.engine.train_step(batches, learning_rate, state.iteration)
             profiler_step()
+
+            # The progress, which checkpoints contain.
             state.iteration, state.learning_rate = state.iteration + 1, learning_rate
             state.consumed_samples += self.engine.global_batch
             state.tokens += self.engine.global_batch * length
@@ -324,12 +326,15 @@ class Trainer:
         """Log, validate and save if they are due. Returns False if the run ends before its last
         iteration.
         """
+        # Whether the run ends after this step, and why.
         training, state = self.config.training, self.state
         is_last = state.iteration == self.last_iteration
         exit_reason = None
         if not is_last:
             exit_reason = self._exit_reason(signals)
         assert state.learning_rate is not None  # that of the step
+
+        # Log, validate and save, in this order.
         if _is_due(state.iteration, training.log_interval) or is_last:
             log.write(state, state.learning_rate)
         elif is_first:  # the next line may be hours away

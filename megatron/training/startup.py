@@ -171,9 +171,7 @@ class Start:
     branch: float
 
     def lineage_of(self, state: TrainingState) -> list[int] | None:
-        """The earlier iterations of the run of the loaded state, up to a branch; None if this is a
-        new run.
-        """
+        """The earlier iterations of the loaded run, up to a branch; None if this is a new run."""
         if self.source.checkpoint.finetune:
             return None
         return [iteration for iteration in state.lineage if iteration <= self.branch]
@@ -191,6 +189,8 @@ def find_start(
     report(str(run_on_rank_0(lambda: config.batch.resolve(layout.data_size))))
     run_on_all_ranks(lambda: check_attention(config, layout.device))
     run_on_all_ranks(lambda: check_deepspeed(config, layout.data_size))
+
+    # Where the weights come from: `load`, or `save` if it has checkpoints of this run.
     source = _lock_and_resume(config, resources, report)
     checkpoint = run_on_all_ranks(lambda: locate_checkpoint(source, layout, report))[0]
     iteration = 0
@@ -202,6 +202,7 @@ def find_start(
         """The padded size. Raises UserError if the checkpoint does not fit the configuration, or no
         iterations are left.
         """
+        # A run that only evaluates needs weights; others may start from scratch.
         if checkpoint is None and last_iteration == 0:
             problem = "load is not set"
             if load := config.checkpoint.load:
@@ -214,6 +215,8 @@ def find_start(
             divisor = config.model.make_vocab_size_divisible_by
             default = padded_vocab_size(tokenizer.vocab_size, divisor, layout.tensor_size)
             return config.model.padded_vocab_size or default
+
+        # The tokenizer, the sizes and the iteration must fit.
         trained, allowed = trained_tokenizer(checkpoint), config.checkpoint.allow_other_tokenizer
         check_trained_tokenizer(trained, tokenizer, allowed=allowed, place=checkpoint)
         vocab_size = checkpoint_vocab_size(

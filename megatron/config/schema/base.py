@@ -32,9 +32,7 @@ class ConfigSection(BaseModel):
         yield from ()
 
     def warnings(self) -> Iterator[str]:
-        """One message for each key whose meaning in GPT-NeoX is easily mistaken, or
-        differs here.
-        """
+        """One message for each key whose meaning in GPT-NeoX differs or is easily mistaken."""
         yield from ()
 
 
@@ -127,6 +125,7 @@ def _swish_to_silu(name: Any) -> Any:
     return name
 
 
+# Integers, and lists of them.
 Int = Annotated[int, BeforeValidator(integral)]
 # strict=False: YAML has lists, not tuples. The items are still strict.
 Ints = Annotated[tuple[Annotated[Int, Field(ge=1)], ...], Field(strict=False)]
@@ -152,6 +151,8 @@ Paths = Annotated[tuple[PathText, ...], Field(strict=False), BeforeValidator(_te
 Weights = Annotated[tuple[Annotated[float, Field(gt=0, le=1e30)], ...], Field(strict=False)]
 _Beta = Annotated[float, Field(ge=0, lt=1)]
 Betas = Annotated[tuple[_Beta, _Beta], Field(strict=False)]
+
+# Names and mappings.
 CaseInsensitive = BeforeValidator(_lower)
 SwishIsSilu = BeforeValidator(_swish_to_silu)
 InitMethod = Literal[
