@@ -51,7 +51,7 @@ def attention_forward(
     if is_causal is None:
         is_causal = bool(getattr(module, "is_causal", True))
     if PROBES:
-        return PROBES[-1](module, query, key, value, is_causal, scaling, position_bias), None
+        return PROBES[-1](module, query, key, value, scaling), None
     attention = getattr(module, "_kerple_attention", PLAIN)
     if position_bias is not None and getattr(module, "_kerple_removed", False):
         position_bias = None

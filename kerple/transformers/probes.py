@@ -31,7 +31,9 @@ def find_attention(model: PreTrainedModel) -> list[Layer]:
     calls: list[Layer] = []
     modules: set[nn.Module] = set()
 
-    def observe(module, query, key, value, is_causal, scaling, position_bias):  # type: ignore[no-untyped-def]
+    def observe(
+        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scaling: float | None
+    ) -> Tensor:
         if query.shape[2] != key.shape[2]:
             module.__dict__["_kerple_cross"] = True
         elif module not in modules:
@@ -129,9 +131,12 @@ def check_removed(model: PreTrainedModel) -> None:
     """
     attended: set[nn.Module] = set()
 
-    def unordered(module, query, key, value, is_causal, scaling, position_bias):  # type: ignore[no-untyped-def]
+    def unordered(
+        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scaling: float | None
+    ) -> Tensor:
         attended.add(module)
-        return PLAIN(query, key, value, causal=False, scale=scaling).transpose(1, 2)
+        context: Tensor = PLAIN(query, key, value, causal=False, scale=scaling)
+        return context.transpose(1, 2)
 
     # The same tokens in another order. The last input is that of the output's tokens.
     inputs = _random_tokens(model)
