@@ -65,6 +65,7 @@ CONTENTS = {
         "docs/results/full-scale",
         "experiments/corpora/README",
         "experiments/bytes/README",
+        "experiments/retrofit/README",
         "experiments/long_context/README",
         "docs/results/tables",
         "docs/chomsky",
