@@ -76,6 +76,9 @@ def use_positional(
     if own_positions not in ("keep", "remove"):
         raise ValueError(f'own_positions must be "keep" or "remove", not {own_positions!r}')
     _restore(model)
+    # The description of a method that the folder of this model had, but that was not loaded.
+    if hasattr(model.config, MODULE):
+        delattr(model.config, MODULE)
     if method is None:
         return
     for module in model.modules():
@@ -171,14 +174,19 @@ def load_positional(model: PreTrainedModel, folder: str | Path) -> PreTrainedMod
 
 def _read(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """The description and the weights of the method in a folder."""
-    if (folder / DESCRIPTION).is_file():
-        return json.loads((folder / DESCRIPTION).read_text()), load_file(folder / WEIGHTS)
-
-    # A complete model, in one file or several.
     config = folder / "config.json"
     description = None
     if config.is_file():
         description = json.loads(config.read_text()).get(MODULE)
+    if (folder / DESCRIPTION).is_file():
+        if description is not None:
+            raise ValueError(
+                f"{folder}: has both {DESCRIPTION} and a model that was saved with a method; "
+                "remove one of them"
+            )
+        return json.loads((folder / DESCRIPTION).read_text()), load_file(folder / WEIGHTS)
+
+    # A complete model, in one file or several.
     if description is None:
         raise ValueError(
             f"{folder}: has neither {DESCRIPTION} nor a model that was saved with a method"

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from kerple.attention import Attention
+from kerple.attention.backend import without_autocast
 from kerple.transformers.mask import Mask, Visible, attention_mask, dense_mask, for_layer
 
 # The name of the attention implementation.
@@ -79,9 +80,10 @@ def attention_forward(
         )
     key, value = key[:, :, : visible.kv_len], value[:, :, : visible.kv_len]
     if visible.dense is not None or position_bias is not None or kwargs.get("output_attentions"):
-        return _dense_attention(
-            module, attention, query, key, value, visible, position_bias, dropout, scaling
-        )
+        with without_autocast(query.device):
+            return _dense_attention(
+                module, attention, query, key, value, visible, position_bias, dropout, scaling
+            )
 
     # The texts of cross-attention are those of the keys alone.
     documents, key_mask = visible.documents, None
@@ -173,7 +175,7 @@ def _dense_attention(
         if "bias" in hooks:
             scores = scores + method.bias(distance).transpose(0, 1)
     if position_bias is not None:
-        scores = scores + position_bias
+        scores = scores + position_bias[..., :t]
 
     # What is visible: True in a mask of bools, 0 in one that is added.
     mask = visible.dense

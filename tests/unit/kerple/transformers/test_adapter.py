@@ -114,14 +114,27 @@ def test_copies_and_pickles():
         assert torch.equal(outputs(same, inputs), expected)
 
 
-def test_autocast():
-    model = family_model("llama")
+@pytest.mark.parametrize("name", ["llama", "t5"])
+def test_autocast(name):
+    model = family_model(name)
     use_positional(model, "kerple_log")
     inputs = family_inputs(model)
     expected = outputs(model, inputs)
     with torch.autocast("cpu", torch.bfloat16):
         found = outputs(model, inputs)
     assert (found - expected).abs().max() / expected.std() < 0.1
+
+
+def test_two_methods_in_a_folder(tmp_path):
+    model = family_model("llama")
+    use_positional(model, "kerple_log")
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    use_positional(loaded, None)
+    assert not hasattr(loaded.config, "kerple_positional")
+    save_positional(model, tmp_path)
+    with pytest.raises(ValueError, match=r"positional\.json"):
+        load_positional(loaded, tmp_path)
 
 
 def test_a_method_given_as_an_object(tmp_path):

@@ -77,8 +77,9 @@ def test_generation_with_caches(name, padding):
     assert torch.equal(model.generate(**inputs, **beams).sequences, expected.sequences)
 
 
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
 @pytest.mark.parametrize("name", ["bart", "t5"])
-def test_generation_after_an_encoder(name):
+def test_generation_after_an_encoder(name, cache):
     model = family_model(name)
     use_positional(model, "kerple_log")
     inputs = {"input_ids": family_inputs(model)["input_ids"]}
@@ -86,6 +87,7 @@ def test_generation_after_an_encoder(name):
     inputs["attention_mask"][1, 9:] = 0
     options = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None}
     expected = model.generate(**inputs, **options, use_cache=False)
+    options["cache_implementation"] = cache
     assert torch.equal(model.generate(**inputs, **options), expected)
 
 

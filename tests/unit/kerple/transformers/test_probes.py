@@ -2,6 +2,11 @@
 
 import pytest
 import torch
+from transformers import (
+    AutoConfig,
+    AutoModelForQuestionAnswering,
+    AutoModelForSequenceClassification,
+)
 
 from kerple.positional import T5
 from kerple.transformers import use_positional
@@ -45,3 +50,17 @@ def test_the_bias_of_t5_is_a_method():
         method.weight.copy_(table / method.scale)
         use_positional(stack, method, own_positions="remove")
     assert (outputs(model, inputs) - expected).abs().max() / expected.std() < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("model_class", "name"),
+    [
+        (AutoModelForSequenceClassification, "llama"),
+        (AutoModelForQuestionAnswering, "roberta"),
+        (AutoModelForSequenceClassification, "bart"),
+    ],
+)
+def test_models_with_other_outputs(model_class, name):
+    config = AutoConfig.for_model(name, **FAMILIES[name])
+    model = model_class.from_config(config)
+    use_positional(model, "kerple_log", own_positions="remove")
