@@ -33,12 +33,13 @@ UNAVAILABLE = {
 class _State:
     """What `use_positional` did to a model.
 
-    previous: its attention implementation before. methods: those that are registered in the model.
+    previous: the attention implementations before, of all configurations. methods: those that are
+        registered in the model.
     attention: the attention of the layers with a method. description: the content of DESCRIPTION.
     handles: hooks that remove the model's own positions.
     """
 
-    previous: str
+    previous: list[tuple[Any, str]]
     methods: list[Attention] = field(default_factory=list)
     attention: dict[nn.Module, Attention] = field(default_factory=dict)
     description: dict[str, Any] = field(default_factory=dict)
@@ -87,7 +88,8 @@ def use_positional(
                 f"the configuration of {type(module).__name__} belongs to another model too, which "
                 "has a method; build the models with configurations of their own (copy.deepcopy)"
             )
-    state = _State(model.config._attn_implementation)
+    parts = [each for each in model.modules() if isinstance(each, PreTrainedModel)]
+    state = _State([(part.config, part.config._attn_implementation) for part in parts])
     try:
         # The self-attention layers, in the order of their calls.
         calls = find_attention(model)
@@ -230,6 +232,11 @@ def _build(
     for name, reason in UNAVAILABLE.items():
         if name in methods[0].hooks:
             raise NotImplementedError(f"{type(methods[0]).__name__} needs {reason}")
+    if methods[0].causal_only and not all(call.is_causal for call in calls):
+        raise NotImplementedError(
+            f"{type(methods[0]).__name__} has no meaning for keys after the query, which this "
+            "model's attention sees; use another method, or name causal layers"
+        )
     embedding = model.get_input_embeddings().weight
     assert isinstance(embedding, Tensor)
     return [Attention(each.to(embedding.device)) for each in methods]
@@ -281,4 +288,6 @@ def _undo(model: Any, state: _State) -> None:
         delattr(model, MODULE)
     if hasattr(model.config, MODULE):
         delattr(model.config, MODULE)
-    model.set_attn_implementation(state.previous)
+    model.set_attn_implementation(state.previous[0][1])
+    for config, implementation in state.previous:
+        config._attn_implementation = implementation

@@ -3,6 +3,7 @@
 Legend: b batch, s query length, t key length, h heads, g key/value heads, d head size.
 """
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -25,8 +26,15 @@ REFUSED = {
     "indices": "attends to selected keys",
     "block_indices": "attends to selected keys",
 }
-# Functions that take the place of attention, to observe a model.
-PROBES: list[Callable[..., Tensor]] = []
+
+
+class Probes(threading.local):
+    """The function that takes the place of attention in a thread, to observe a model."""
+
+    function: Callable[..., Tensor] | None = None
+
+
+PROBES = Probes()
 # Of layers without a method.
 PLAIN = Attention()
 
@@ -51,8 +59,8 @@ def attention_forward(
             raise ValueError(f"{type(module).__name__} {reason} ({name}), which is not supported")
     if is_causal is None:
         is_causal = bool(getattr(module, "is_causal", True))
-    if PROBES:
-        return PROBES[-1](module, query, key, value, scaling), None
+    if PROBES.function is not None:
+        return PROBES.function(module, query, key, value, scaling, is_causal), None
     attention = getattr(module, "_kerple_attention", PLAIN)
     if position_bias is not None and getattr(module, "_kerple_removed", False):
         position_bias = None
@@ -69,7 +77,7 @@ def attention_forward(
             raise ValueError(f"{type(module).__name__} changes masks, which is not supported")
         visible = for_layer(visible, query.device)
     else:
-        _check_mask(attention_mask, query.shape[2], key.shape[2])
+        _check_mask(attention_mask, query.shape[2], key.shape[2], is_cross(module))
         visible = Visible(
             query.shape[2], key.shape[2], query.device, causal=is_causal, dense=attention_mask
         )
@@ -109,11 +117,18 @@ def is_cross(module: nn.Module) -> bool:
     return "_kerple_cross" in module.__dict__
 
 
-def _check_mask(mask: Tensor | None, s: int, t: int) -> None:
-    """Raises ValueError if a mask that is a tensor has fewer queries than keys, and the last query
-    does not see the last key: then the places of the queries are not known.
+def _check_mask(mask: Tensor | None, s: int, t: int, is_cross: bool) -> None:
+    """Raises ValueError for a mask of integers. Also if a mask that is a tensor has fewer queries
+    than keys, and the last query does not see the last key: then the places of the queries are not
+    known.
     """
-    if mask is None or s == t:
+    if mask is None:
+        return
+    if mask.dtype != torch.bool and not mask.is_floating_point():
+        raise ValueError(
+            f"attention_mask of four dimensions must be bool or floating point, not {mask.dtype}"
+        )
+    if s == t or is_cross:
         return
     # True in a mask of bools, 0 in one that is added.
     last = mask[:, :, -1, t - 1]
@@ -185,7 +200,7 @@ def _dense_attention(
     if mask.dtype == torch.bool:
         scores = scores.masked_fill(~mask, torch.finfo(dtype).min)
     else:
-        scores = scores + mask
+        scores = (scores + mask).clamp(min=torch.finfo(dtype).min)
     probabilities = scores.softmax(dim=-1)
     kept = F.dropout(probabilities, dropout).to(value.dtype)
     return (kept @ values).transpose(1, 2).contiguous(), probabilities.to(value.dtype)

@@ -62,6 +62,9 @@ class Mask(Tensor):
     def to(self, *args: Any, **kwargs: Any) -> "Mask":
         return self
 
+    def detach(self) -> "Mask":
+        return self
+
 
 def attention_mask(
     batch_size: int,

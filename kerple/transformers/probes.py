@@ -24,6 +24,7 @@ class Layer:
     module: nn.Module
     num_heads: int
     head_size: int
+    is_causal: bool
 
 
 def find_attention(model: PreTrainedModel) -> list[Layer]:
@@ -32,14 +33,19 @@ def find_attention(model: PreTrainedModel) -> list[Layer]:
     modules: set[nn.Module] = set()
 
     def observe(
-        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scaling: float | None
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scaling: float | None,
+        is_causal: bool,
     ) -> Tensor:
         if query.shape[2] != key.shape[2]:
             module.__dict__["_kerple_cross"] = True
         elif module not in modules:
             modules.add(module)
-            calls.append(Layer(module, query.shape[1], query.shape[3]))
-        return value.new_zeros(len(query), query.shape[2], query.shape[1], value.shape[3])
+            calls.append(Layer(module, query.shape[1], query.shape[3], is_causal))
+        return _no_attention(module, query, key, value)
 
     model.set_attn_implementation(IMPLEMENTATION)
     body: Any = model.base_model
@@ -56,6 +62,10 @@ def find_attention(model: PreTrainedModel) -> list[Layer]:
             "cannot be added to its attention"
         )
     return calls
+
+
+def _no_attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *_: Any) -> Tensor:
+    return value.new_zeros(len(query), query.shape[2], query.shape[1], value.shape[3])
 
 
 def _random_tokens(model: PreTrainedModel) -> dict[str, Tensor]:
@@ -96,12 +106,12 @@ def _run_probe(
     """The first output of the model in evaluation mode, with `probe` as its attention."""
     training = {module for module in model.modules() if module.training}
     model.eval()
-    PROBES.append(probe)
+    PROBES.function = probe
     try:
         output: Tensor = model(**inputs, use_cache=False, return_dict=True)[0]
         return output
     finally:
-        PROBES.pop()
+        PROBES.function = None
         for module in training:
             module.training = True
 
@@ -114,21 +124,46 @@ def zero_angles(module: nn.Module, inputs: Any, output: Any) -> Any:
     return torch.ones_like(cosine), torch.zeros_like(sine)
 
 
+def first_position(module: nn.Module, inputs: Any) -> Any:
+    """A hook: the position 0 for all tokens, because a table ends at the last position."""
+    return tuple(torch.zeros_like(each) for each in inputs)
+
+
 def zero_embeddings(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
     """A hook."""
     return torch.zeros_like(output)
 
 
 def remove_positions(model: PreTrainedModel) -> list[Any]:
-    """Hooks that make rotary angles zero and leave out position embeddings. The biases of the
-    model, which it passes to attention, are left out there.
+    """Hooks that make rotary angles zero and leave out position embeddings, in the modules that
+    tokens pass through. The biases of the model, which it passes to attention, are left out there.
     """
-    handles = []
+    # The modules that compute positions, of which those of images are not called for tokens.
+    candidates = []
     for name, module in model.named_modules():
-        if type(module).__name__.endswith("RotaryEmbedding"):
+        is_rotary = type(module).__name__.endswith("RotaryEmbedding")
+        if is_rotary or name.rpartition(".")[2] in POSITION_EMBEDDINGS:
+            candidates.append((module, is_rotary))
+    called: set[nn.Module] = set()
+    watching = [
+        module.register_forward_hook(lambda module, *_: called.add(module))
+        for module, _ in candidates
+    ]
+    body: Any = model.base_model
+    _run_probe(body, _no_attention, _random_tokens(body))
+    for handle in watching:
+        handle.remove()
+
+    handles: list[Any] = []
+    for module, is_rotary in candidates:
+        if module not in called:
+            continue
+        if is_rotary:
             handles.append(module.register_forward_hook(zero_angles))
-        elif name.rpartition(".")[2] in POSITION_EMBEDDINGS:
-            handles.append(module.register_forward_hook(zero_embeddings))
+            continue
+        if type(module) is nn.Embedding:
+            handles.append(module.register_forward_pre_hook(first_position))
+        handles.append(module.register_forward_hook(zero_embeddings))
     return handles
 
 
@@ -139,7 +174,12 @@ def check_removed(model: PreTrainedModel) -> None:
     attended: set[nn.Module] = set()
 
     def unordered(
-        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scaling: float | None
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scaling: float | None,
+        is_causal: bool,
     ) -> Tensor:
         attended.add(module)
         context: Tensor = PLAIN(query, key, value, causal=False, scale=scaling)

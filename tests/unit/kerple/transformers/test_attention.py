@@ -105,8 +105,10 @@ def test_attention_probabilities():
 
 @pytest.mark.parametrize("method", ["kerple_log", "dape_kerple"])
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_gradient_checkpointing(method, reentrant):
-    model = family_model("llama")
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_gradient_checkpointing(name, method, reentrant):
+    dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+    model = family_model(name, **dropout)
     use_positional(model, method)
     inputs = family_inputs(model, "left")
     gradients = []

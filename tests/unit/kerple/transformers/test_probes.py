@@ -64,3 +64,16 @@ def test_models_with_other_outputs(model_class, name):
     config = AutoConfig.for_model(name, **FAMILIES[name])
     model = model_class.from_config(config)
     use_positional(model, "kerple_log", own_positions="remove")
+
+
+@torch.no_grad()
+def test_texts_beyond_the_table_of_positions():
+    model = family_model("gpt2")
+    use_positional(model, "alibi", own_positions="remove")
+    assert model(torch.randint(3, 99, (1, 200)))[0].isfinite().all()
+
+
+def test_methods_for_causal_attention_only():
+    with pytest.raises(NotImplementedError, match="after the query"):
+        use_positional(family_model("bert"), "stick_breaking")
+    use_positional(family_model("llama"), "stick_breaking")
