@@ -147,15 +147,16 @@ def run_documents(call: AttentionCall, documents: Documents, run: Run) -> Tensor
     queries = _in_order(call.query, query_places)
     keys = _in_order(call.key, key_places)
     values = _in_order(call.value, key_places)
+    all_sums = call.decay_sums
+    if all_sums is not None:
+        all_sums = all_sums.transpose(1, 2).flatten(0, 1)  # [b t, h]
     contexts = []
     for index, dropped in enumerate(all_dropped):
-        sums = call.decay_sums
-        key_mask = call.key_mask
-        if sums is not None:
-            tokens = sums.transpose(1, 2).flatten(0, 1)  # [b t, h]
-            sums = tokens[key_places[index]].transpose(1, 2)  # [n, h, l]
-        if key_mask is not None:
-            key_mask = key_mask.flatten()[key_places[index]]  # [n, l]
+        sums = key_mask = None
+        if all_sums is not None:
+            sums = all_sums[key_places[index]].transpose(1, 2)  # [n, h, l]
+        if call.key_mask is not None:
+            key_mask = call.key_mask.flatten()[key_places[index]]  # [n, l]
         part = replace(
             call,
             query=queries[index],

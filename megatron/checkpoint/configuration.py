@@ -75,10 +75,9 @@ def checkpoint_config(step: Path, overrides: Mapping[str, Any] | None = None) ->
     """The configuration in the checkpoint's configs/ folder, with `overrides` applied. Raises
     CheckpointError.
     """
+    entries = _saved_entries(step)
     try:
-        return build(_saved_entries(step), entries_of(overrides or {}, "overrides"))
-    except CheckpointError:
-        raise
+        return build(entries, entries_of(overrides or {}, "overrides"))
     except UserError as error:
         raise CheckpointError(f"the checkpoint's configuration cannot be used: {error}") from error
 

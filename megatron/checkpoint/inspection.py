@@ -49,7 +49,7 @@ def describe(step: Path, config: ModelConfig | None = None) -> dict[str, Any]:
     sizes = {path: path.stat().st_size for path in step.rglob("*") if path.is_file()}
     layer_sizes = {}
     for index, files in layers.items():
-        layer_sizes[str(index)] = sum(sizes[path] for path in files)
+        layer_sizes[str(index)] = sum(sizes.get(path, 0) for path in files)
     manifest = find_damage(step)
     if manifest is None:
         manifest = "whole"

@@ -68,8 +68,9 @@ class TransformerBlock(nn.Module):
         normed = self.input_layernorm(hidden)
         attended = self.dropout(self.attention(normed, cache, mode, tables, documents))
         if self.parallel_residual:
-            normed = self.post_attention_layernorm(hidden)
-            return hidden + attended + self.dropout(self.mlp(normed))
+            # The order of these operations decides the bits of the gradients.
+            attended = hidden + attended
+            return attended + self.dropout(self.mlp(self.post_attention_layernorm(hidden)))
         hidden = hidden + attended
         normed = self.post_attention_layernorm(hidden)
         return hidden + self.dropout(self.mlp(normed))

@@ -112,7 +112,9 @@ def perplexity_plot(
         labels = {method: (method.mode, "") for method in curves}
     elif several_panels:
         for method in curves:
-            panel = method.mode.removeprefix("full")
+            panel = method.mode
+            if panel == "full":
+                panel = ""
             labels[method] = display_name(Method(method.pos_emb)), panel
 
     # A panel per mode.

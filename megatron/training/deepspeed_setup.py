@@ -17,7 +17,6 @@ import torch.distributed as dist
 from deepspeed import PipelineEngine
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime import bf16_optimizer
-from deepspeed.runtime import engine as deepspeed_engine
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError
 from deepspeed.runtime.engine import DeepSpeedEngine
@@ -63,35 +62,27 @@ class PatchedEngine(DeepSpeedEngine):
     """DeepSpeed's engine for a model that is not a pipeline."""
 
     def __init__(self, *args: Any, **keywords: Any) -> None:
-        """Take the arguments of DeepSpeedEngine."""
-        super().__init__(*args, **keywords)
-        if getattr(self.basic_optimizer, "_step_supports_amp_scaling", False):
-            adam = sys.modules["torch.optim.adam"]
-            check_parameters("torch", adam, "adam", "grad_scale", "found_inf")
-
-    def _configure_bf16_optimizer(self, optimizer: Any) -> Any:
-        """Build `PatchedBF16Optimizer` or `DeviceOnlyBF16Optimizer`.
+        """Take the arguments of DeepSpeedEngine. Replace DeepSpeed's optimizers with
+        `PatchedBF16Optimizer` or `DeviceOnlyBF16Optimizer`, and `PatchedZeroOptimizer`: afterwards,
+        because DeepSpeed compares their exact types while it builds the engine.
 
         Upstream: BF16_Optimizer's constructor prints memory reports and runs the garbage collector
             for each of them.
         """
-        optimizer_class = PatchedBF16Optimizer
-        if getattr(optimizer, "_step_supports_amp_scaling", False):
-            optimizer_class = DeviceOnlyBF16Optimizer
-        with (
-            patch.object(bf16_optimizer, "see_memory_usage"),
-            patch.object(deepspeed_engine, "BF16_Optimizer", optimizer_class),
-        ):
-            return super()._configure_bf16_optimizer(optimizer)
-
-    def _configure_zero_optimizer(self, optimizer: Any) -> Any:
-        """Build `PatchedZeroOptimizer`, unless the state is offloaded or there is no norm."""
-        offload = self.zero_offload_optimizer()
-        is_offloaded = offload is not None and offload.device != "none"
-        if is_offloaded or not self.zero_compute_grad_norm():
-            return super()._configure_zero_optimizer(optimizer)
-        with patch.object(deepspeed_engine, "DeepSpeedZeroOptimizer", PatchedZeroOptimizer):
-            return super()._configure_zero_optimizer(optimizer)
+        with patch.object(bf16_optimizer, "see_memory_usage"):
+            super().__init__(*args, **keywords)
+        optimizer = self.optimizer
+        on_device = getattr(self.basic_optimizer, "_step_supports_amp_scaling", False)
+        if on_device:
+            adam = sys.modules["torch.optim.adam"]
+            check_parameters("torch", adam, "adam", "grad_scale", "found_inf")
+        if type(optimizer) is BF16_Optimizer:
+            optimizer.__class__ = PatchedBF16Optimizer
+            if on_device:
+                optimizer.__class__ = DeviceOnlyBF16Optimizer
+        is_zero = type(optimizer) is DeepSpeedZeroOptimizer
+        if is_zero and optimizer.compute_grad_norm and not optimizer.cpu_offload:
+            optimizer.__class__ = PatchedZeroOptimizer
 
     def _do_sanity_check(self) -> None:
         """Allow fp16 on a CPU.

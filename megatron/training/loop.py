@@ -85,8 +85,8 @@ def build_trainer(
     # Whatever needs no model: its errors are found first.
     tokenizer = TokenizerFiles.of(config).build()
     run_on_all_ranks(lambda: check_vocabulary(config, tokenizer.vocab_size))
-    run_on_rank_0(lambda: check_parts(config.model))
     start = find_start(config, layout, tokenizer, resources, report)
+    run_on_rank_0(lambda: check_parts(config.model))
     data = run_on_rank_0(lambda: identify_data(config, start, report))
     planned = _num_samples(config, layout, TrainingState())
     datasets = _build_datasets(config, tokenizer, planned, report)

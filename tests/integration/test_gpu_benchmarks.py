@@ -14,12 +14,19 @@ import torch
 from benchmarks import train_step_gpu
 from benchmarks.support.gpu import print_results
 from benchmarks.support.models import PlainConfig, initialized_gpt
+from kerple.attention import dispatch
 from kerple.doctor import run_in_processes
 from megatron.config.schema.model import ModelConfig
 from megatron.model.settings import ModelSettings
 
 ROOT = Path(__file__).resolve().parents[2]
 PARTS = ["cli.doctor", "train_step_gpu", "engine_gpu", "attention_gpu", "benchmarks.support.gpu"]
+
+
+@pytest.fixture(autouse=True)
+def own_backends(monkeypatch):
+    """The benchmarks register a backend of their own."""
+    monkeypatch.setattr(dispatch, "BACKENDS", dict(dispatch.BACKENDS))
 
 
 @pytest.mark.parametrize(

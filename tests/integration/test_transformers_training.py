@@ -64,6 +64,13 @@ class Texts(torch.utils.data.Dataset):
         return {"input_ids": tokens, "labels": tokens}
 
 
+@pytest.fixture(autouse=True)
+def no_ranks(monkeypatch):
+    """Without the variables of ranks that earlier tests in this process have set."""
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+
+
 def train(model, folder, resume=None, **options):
     arguments = TrainingArguments(
         str(folder),

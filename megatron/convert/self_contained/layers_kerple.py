@@ -193,8 +193,9 @@ class KerpleLayer(GradientCheckpointingLayer):
         )
         attended = self.dropout(attended)
         if self.parallel_residual:
+            attended = hidden + attended
             normed = self.post_attention_layernorm(hidden)
-            return hidden + attended + self.dropout(self.mlp(normed)), probabilities
+            return attended + self.dropout(self.mlp(normed)), probabilities
         hidden = hidden + attended
         normed = self.post_attention_layernorm(hidden)
         return hidden + self.dropout(self.mlp(normed)), probabilities
