@@ -114,6 +114,8 @@ ENCODER_DECODERS = {
     },
 }
 FAMILIES = {**DECODERS, **ENCODERS, **ENCODER_DECODERS}
+# The experts of Mixtral have no float64.
+IN_FLOAT64 = [name for name in FAMILIES if name != "mixtral"]
 _QUICK = ("llama", "gemma3_text", "bert", "t5")
 
 

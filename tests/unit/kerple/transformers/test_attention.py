@@ -11,7 +11,7 @@ from kerple.positional import ModelShape, build, primary_names
 from kerple.transformers import use_positional
 from tests.support.model_families import (
     DECODERS,
-    FAMILIES,
+    IN_FLOAT64,
     TOLERANCE,
     each_of,
     family_inputs,
@@ -23,11 +23,9 @@ from tests.support.model_families import (
 
 
 @pytest.mark.parametrize("method", ["kerple_log", "alibi", "rpe"])
-@each_of(FAMILIES)
+@each_of(IN_FLOAT64)
 def test_biases_and_gradients(name, method):
     """In float64, for each kind of padding that keeps the distances of places."""
-    if name == "mixtral":
-        pytest.skip("its experts have no float64")
     model = family_model(name).double()
     plain = copy.deepcopy(model)
     use_positional(model, method)
