@@ -209,6 +209,7 @@ def _build(
     options: dict[str, Any],
 ) -> list[Attention]:
     """The methods of the layers, as modules of attention: one if they share it."""
+    # The method is built for one number and size of heads.
     sizes = {(call.num_heads, call.head_size) for call in calls}
     if len(sizes) > 1:
         raise ValueError(
@@ -229,6 +230,8 @@ def _build(
         raise ValueError(f"{', '.join(options)}: options are for a method that is named")
     else:
         methods = [method]
+
+    # What the interface does not pass, or the attention of the model does not mean.
     for name, reason in UNAVAILABLE.items():
         if name in methods[0].hooks:
             raise NotImplementedError(f"{type(methods[0]).__name__} needs {reason}")

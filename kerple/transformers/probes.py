@@ -40,6 +40,7 @@ def find_attention(model: PreTrainedModel) -> list[Layer]:
         scaling: float | None,
         is_causal: bool,
     ) -> Tensor:
+        # The inputs make queries and keys of cross-attention differ in number.
         if query.shape[2] != key.shape[2]:
             module.__dict__["_kerple_cross"] = True
         elif module not in modules:
@@ -145,10 +146,9 @@ def remove_positions(model: PreTrainedModel) -> list[Any]:
         if is_rotary or name.rpartition(".")[2] in POSITION_EMBEDDINGS:
             candidates.append((module, is_rotary))
     called: set[nn.Module] = set()
-    watching = [
-        module.register_forward_hook(lambda module, *_: called.add(module))
-        for module, _ in candidates
-    ]
+    watching = []
+    for module, _ in candidates:
+        watching.append(module.register_forward_hook(lambda module, *_: called.add(module)))
     body: Any = model.base_model
     _run_probe(body, _no_attention, _random_tokens(body))
     for handle in watching:
