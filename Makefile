@@ -81,7 +81,7 @@ test-unit: setup
 	$(PYTEST) tests/unit
 
 # The tests of exports, evaluation, the configuration and reports.
-LATEST_TESTS := $(addprefix tests/unit/megatron/,checkpoint convert cli/test_eval_tasks.py config evaluation inference plots reporting utils/test_environment.py) \
+LATEST_TESTS := $(addprefix tests/unit/megatron/,checkpoint convert cli/test_eval_tasks.py cli/test_evaluate_positional.py config evaluation inference plots reporting utils/test_environment.py) \
   $(addprefix tests/integration/test_,transformers_training.py evaluate.py) tests/unit/kerple/transformers
 
 test-latest:

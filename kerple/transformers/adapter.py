@@ -110,6 +110,7 @@ def use_positional(
         state.methods = methods
         state.description = {
             "method": method if isinstance(method, str) else None,
+            "class": type(methods[0].positional).__name__,
             "options": options,
             "own_positions": own_positions,
             "layers": None if layers is None else chosen,

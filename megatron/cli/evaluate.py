@@ -3,12 +3,12 @@
 import argparse
 import contextlib
 import os
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from megatron.checkpoint.configuration import (
@@ -26,6 +26,7 @@ from megatron.cli.evaluation_options import (
     plan_losses,
     plan_tasks,
 )
+from megatron.cli.evaluation_text import first_token, text_of_file
 from megatron.cli.model_options import (
     checkpoint_folders,
     chosen_step,
@@ -38,19 +39,16 @@ from megatron.cli.model_options import (
 from megatron.config import Config, UserError
 from megatron.evaluation.metrics.effective_length import effective_lengths, plan_effective_lengths
 from megatron.evaluation.metrics.passkey import Prompts
-from megatron.evaluation.modes import UNSUPPORTED_NOTE, supported_modes
+from megatron.evaluation.modes import supported_modes
 from megatron.evaluation.records import Checkpoint, Provenance, Record
 from megatron.evaluation.results_file import ResultsFile
 from megatron.evaluation.runner import LOSS_NOTE, EvalTask, run_eval_tasks
-from megatron.evaluation.text import Text, check_range, corpus_name, evaluation_text
-from megatron.preparation.documents import DocumentOptions
-from megatron.preparation.encoding import encode_chunks
-from megatron.preparation.input_files import find_files
-from megatron.preparation.readers import FileCorpus
+from megatron.evaluation.text import Text, check_range, evaluation_text
+from megatron.inference.loading import check_finite
 from megatron.tokenizer.interface import Tokenizer
 from megatron.tokenizer.tokenizer import TokenizerFiles
 from megatron.utils.environment import commit, machine, versions
-from megatron.utils.errors import visible
+from megatron.utils.errors import import_package, visible
 from megatron.utils.files import check_writable
 from megatron.utils.ranks import run_on_rank_0
 
@@ -59,6 +57,16 @@ DESCRIPTION = "Measure the perplexity of checkpoints on texts of their training 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Evaluate the checkpoints on the same text and write one report. Raises UserError."""
+    # Models of transformers have no configuration of this project.
+    argv = sys.argv[1:] if argv is None else argv
+    if any(word.partition("=")[0] == "--positional" for word in argv):
+        import_package("transformers", "eval", "--positional")
+        try:
+            from megatron.cli.evaluate_positional import evaluate_positional
+        except ImportError as error:  # of kerple.transformers, for versions that it does not read
+            raise UserError(f"--positional: {error}") from error
+        return evaluate_positional(DESCRIPTION, argv)
+
     # Tasks of the harness run in one process.
     config, options = parse_with_checkpoint(DESCRIPTION, argv, add_options, several=True)
     tasks = task_options(config, options)
@@ -182,13 +190,7 @@ def _evaluate(
 
             # Invalid weights, or tokens without an embedding, would give meaningless losses.
             loaded, _ = load(model.step, config, options, check=len(models) == 1)
-            for name, parameter in loaded.named_parameters():
-                if not torch.isfinite(parameter).all():
-                    raise UserError(
-                        f"{model.step}: weight {name} contains NaN or infinity, so no loss can be "
-                        "measured; choose an earlier checkpoint (--iteration N), or train again "
-                        "with a lower learning rate"
-                    )
+            check_finite(loaded, model.step)
             vocab_size = loaded.settings.padded_vocab_size
             text.check_ids(vocab_size)
             if prompts is not None:
@@ -224,16 +226,12 @@ def _evaluate(
 
 
 def _missing_tasks(tasks: Sequence[EvalTask], results: ResultsFile) -> list[int]:
-    """Indices of the tasks without stored results. The modes of all tasks are supported, so a
-    record that an earlier run stored for a mode that was not, e.g. with another
-    `attention-backend`, is no result.
-    """
-
-    def is_stored(planned: Record) -> bool:
-        record = results.find(planned)
-        return record is not None and not str(record["note"]).startswith(UNSUPPORTED_NOTE)
-
-    return [index for index, task in enumerate(tasks) if not all(map(is_stored, task.planned))]
+    """Indices of the tasks without stored results. The modes of all tasks are supported."""
+    missing = []
+    for index, task in enumerate(tasks):
+        if not all(map(results.is_measured, task.planned)):
+            missing.append(index)
+    return missing
 
 
 def _measure_effective_lengths(
@@ -360,30 +358,12 @@ def _build_tokenizer(
 def _read_text(config: Config, tokenizer: Tokenizer | None, options: argparse.Namespace) -> Text:
     """The text of --text, or of the split. Its `bos` is that of --bos."""
     bos = None
-    if tokenizer is not None and options.bos != "never":
-        bos = tokenizer.first if options.bos == "always" else tokenizer.bos
+    if tokenizer is not None:
+        bos = first_token(tokenizer, options.bos)
     if options.text is not None:
         assert tokenizer is not None
-        return replace(_text_of_file(options.text, tokenizer), bos=bos)
+        return replace(text_of_file(options.text, tokenizer), bos=bos)
     try:
         return replace(evaluation_text(config, tokenizer, options.split), bos=bos)
     except UserError as error:
         raise UserError(f"{error}; or name a text: --text FILE") from error
-
-
-def _text_of_file(path: str | Path, tokenizer: Tokenizer) -> Text:
-    """The documents of a file or folder as a dataset would contain them: each with its
-    end-of-document token. Raises UserError if prepare_data.py cannot read it, or it has no text.
-    """
-    chunks = list(FileCorpus(find_files([path])).chunks())
-    encoded = encode_chunks(chunks, tokenizer, DocumentOptions(append_eod=True, skip_bad=True))
-    if encoded.skipped.bad:
-        raise UserError(
-            f"--text {encoded.skipped.examples[0]}; correct the file, or remove the document"
-        )
-    tokens = torch.from_numpy(encoded.tokens[0].astype(np.int64))
-    if not len(tokens):
-        raise UserError(f"--text {path}: has no text")
-    ends = np.cumsum(encoded.lengths[0], dtype=np.int64)
-    offsets, name = np.concatenate(([0], ends)), corpus_name([str(path)])
-    return Text(tokens, offsets, tokenizer.byte_lengths(), name, source=visible(str(path)))

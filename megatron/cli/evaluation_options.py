@@ -43,6 +43,7 @@ NOT_IN_SWEEPS = (
     "--replace",
     "--skip-unsupported",
     "--text",
+    "--positional",
     "--set",
     "--fallback",
     "--conf-dir",
@@ -114,6 +115,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="replace the first token of each text, which is not scored, by the beginning-of-text "
         "token; auto: if the tokenizer adds one; always: otherwise by the end-of-document token "
         "(default: %(default)s)",
+    )
+
+    measurement.add_argument(
+        "--positional",
+        nargs="+",
+        metavar="ADAPTER",
+        help="evaluate the model of transformers in --checkpoint with each of these methods: "
+        "folders written by save_positional, or none for the model as it is (docs/transformers.md)",
     )
 
     # Other measures than the perplexity.
@@ -289,6 +298,15 @@ def _parse_sweep_options(argv: Sequence[str]) -> argparse.Namespace:
     return options
 
 
+def changed_options(parser: argparse.ArgumentParser, options: argparse.Namespace) -> list[str]:
+    """The names of the options of a parser that do not have their default values."""
+    changed = []
+    for name, default in vars(parser.parse_args([])).items():
+        if getattr(options, name) != default:
+            changed.append(name)
+    return changed
+
+
 def complete_options(options: argparse.Namespace, config: Config, *, tasks: bool) -> None:
     """Replace the names of protocols by protocols, and lengths and tokens that are not given by
     those of the configuration. Raises UserError for unknown modes and protocols, and for options
@@ -298,11 +316,8 @@ def complete_options(options: argparse.Namespace, config: Config, *, tasks: bool
     if tasks:
         parser = OptionParser()
         add_options(parser)
-        defaults = vars(parser.parse_args([]))
-        used = []
-        for name, default in defaults.items():
-            if name not in WITH_TASKS and getattr(options, name) != default:
-                used.append(option_name(name))
+        changed = changed_options(parser, options)
+        used = [option_name(name) for name in changed if name not in WITH_TASKS]
         if used:
             raise UserError(
                 f"eval_tasks: {', '.join(used)}: cannot be combined with tasks; measure "

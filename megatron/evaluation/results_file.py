@@ -7,6 +7,7 @@ import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from megatron.evaluation.modes import UNSUPPORTED_NOTE
 from megatron.evaluation.records import (
     RESULTS,
     Record,
@@ -96,6 +97,13 @@ class ResultsFile:
             if identity(record) == key and record["measurement"] == planned["measurement"]:
                 return record
         return None
+
+    def is_measured(self, planned: Record) -> bool:
+        """Whether `find` has a result. A record that an earlier run stored for a mode that was not
+        supported, e.g. with another `attention-backend`, is none.
+        """
+        record = self.find(planned)
+        return record is not None and not str(record["note"]).startswith(UNSUPPORTED_NOTE)
 
     def add(self, record: Record) -> None:
         """Append a record and flush it to disk.

@@ -210,6 +210,14 @@ class TransformersDecoder:
         method = getattr(config, "positional_method", None)
         if method is not None:
             self.pos_emb = describe_method(method, config.positional_options or {})
+        # A method of kerple.transformers, added to the model's own positions or in their place.
+        added = getattr(config, "kerple_positional", None)
+        if added is not None:
+            self.pos_emb = added["class"]
+            if added["method"] is not None:
+                self.pos_emb = describe_method(added["method"], added["options"])
+            if added["own_positions"] == "keep":
+                self.pos_emb = f"{config.model_type} + {self.pos_emb}"
         adapter = getattr(model, "active_peft_config", None)
         self._has_virtual_tokens = getattr(adapter, "is_prompt_learning", False)
         self._longest = PROBE_TOKENS  # of the texts that were read

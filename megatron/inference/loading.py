@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from megatron.checkpoint.configuration import checkpoint_config, trained_tokenizer
 from megatron.checkpoint.directory import looks_like_checkpoint
@@ -19,6 +20,7 @@ from megatron.checkpoint.manifest import find_valid_step
 from megatron.config import Config
 from megatron.model.gpt import GPT
 from megatron.model.settings import ModelSettings
+from megatron.utils.errors import UserError
 
 
 def load_model(
@@ -64,3 +66,14 @@ def load_model(
     load_layers(weight_layers(model.layers(), config.model), step, states=states)
     model.trained_tokenizer = trained_tokenizer(step)
     return model.to(device=device, dtype=dtype).eval(), config
+
+
+def check_finite(model: nn.Module, place: object) -> None:
+    """Raises UserError, starting with `place`, if a weight is NaN or infinite."""
+    for name, parameter in model.named_parameters():
+        if not torch.isfinite(parameter).all():
+            raise UserError(
+                f"{place}: weight {name} contains NaN or infinity, so no loss can be measured; "
+                "choose an earlier checkpoint (--iteration N), or train again with a lower "
+                "learning rate"
+            )
