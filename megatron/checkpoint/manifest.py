@@ -100,10 +100,10 @@ def find_damage(
         )
 
     # A file that is not in the manifest may be from another checkpoint.
-    unlisted = sorted(path.name for path in step.glob("[!.]*.pt") if path.name not in records)
-    if unlisted:
-        file = step / unlisted[0]
-        return f"{file}: is not in the manifest, so it does not belong to this checkpoint"
+    for pattern in ("[!.]*.pt", "configs/[!.]*.yml", "configs/[!.]*.yaml"):
+        for file in sorted(step.glob(pattern)):
+            if file.relative_to(step).as_posix() not in records:
+                return f"{file}: is not in the manifest, so it does not belong to this checkpoint"
 
     def damage_of(name: str) -> str | None:
         path, record = step / name, records[name]

@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import inspect
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from kerple.positional import method_class
 from megatron.checkpoint.configuration import (
     check_trained_tokenizer,
     evaluated_method,
@@ -37,6 +39,8 @@ from megatron.cli.model_options import (
     tokenizer_files,
 )
 from megatron.config import Config, UserError
+from megatron.config.schema.model import ModelConfig
+from megatron.data.indexed_dataset import file_sha256
 from megatron.evaluation.metrics.effective_length import effective_lengths, plan_effective_lengths
 from megatron.evaluation.metrics.passkey import Prompts
 from megatron.evaluation.modes import supported_modes
@@ -277,11 +281,8 @@ def _read_models(
                     )
 
         # What results are stored with: those of other settings are measured again.
-        settings = (
-            options.precision,
-            saved.model.release_bf16_distances,
-            sorted(saved.model.pos_emb_options.items()),
-        )
+        keys = saved.model.model_dump(exclude={"attention_backend", "pos_emb_module"})
+        settings = (options.precision, sorted(keys.items()), _module_digest(saved.model))
         fingerprint = weights_fingerprint(step)
         imported = options.hub_names.get(str(folder))
         label = None
@@ -309,6 +310,13 @@ def _read_models(
         )
         models.append(EvaluatedModel(folder, step, saved, provenance, fingerprint))
     return models
+
+
+def _module_digest(config: ModelConfig) -> str | None:
+    """The SHA-256 of the file of an external positional method; None for a built-in one."""
+    if config.pos_emb_module is None:
+        return None
+    return file_sha256(inspect.getfile(method_class(config.pos_emb)))
 
 
 def _build_tokenizer(

@@ -56,6 +56,12 @@ def merge(prefixes: Sequence[str], output: str) -> WrittenFiles:
                 lengths = source.lengths[first : first + DOCUMENTS]
                 content = tokens[offsets[first] : offsets[first + len(lengths)]]
                 digest.update(content.data)
+                largest = int(content.max(initial=0))
+                if largest >= vocab_size:
+                    raise UserError(
+                        f"{source.prefix}.bin has token id {largest}, but the largest id that the "
+                        f"merged dataset can have is {vocab_size - 1}"
+                    )
                 writer.add(content.astype(writer.dtype), lengths)
 
             # The manifest of the result would hide damage of a source.

@@ -165,8 +165,9 @@ def measurements(records: Iterable[AnyRecord], kind: str, value: str) -> Measure
         if first.get("measurement") != record.get("measurement"):
             raise UserError(
                 f"{_source(record)} has been evaluated twice at length {record['length']:,} on "
-                f"{setting.corpus} ({method.mode}), on different tokens or in different "
-                "precisions; omit the results of one evaluation"
+                f"{setting.corpus} ({method.mode}), on different tokens or with "
+                "different settings, such as the precision; omit the results of one evaluation, or "
+                "give them different labels (evaluate.py --label)"
             )
 
         # The last record counts.

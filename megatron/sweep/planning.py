@@ -71,6 +71,7 @@ class Evaluated(TypedDict):
 
     Attributes:
         options: of the calls of evaluate.py that `results.jsonl` may have results of.
+        results: the SHA-256 of `results.jsonl` when the last call started or finished.
         fingerprint, finished: how many of these calls have finished for the weights with this
             fingerprint. Without these keys, no call has finished; evaluate.py does not measure
             again what is in `results.jsonl`.
@@ -79,6 +80,7 @@ class Evaluated(TypedDict):
     options: list[list[str]]
     fingerprint: NotRequired[Name]
     finished: NotRequired[Count]
+    results: NotRequired[str]
 
 
 _EVALUATED = TypeAdapter(Evaluated)
@@ -157,11 +159,10 @@ class SweepRun:
         Raises UserError if the run is not trained, or `evaluated.json` is not valid.
         """
         evaluated = self._evaluated()
-        if (
-            evaluated is None
-            or not has_results(self.results)
-            or not self._has_current_options(evaluated)
-        ):
+        if evaluated is None or not self._has_current_options(evaluated):
+            return 0
+        # Results may have been lost since.
+        if not has_results(self.results) or evaluated.get("results") != self._results_digest():
             return 0
         if evaluated.get("fingerprint") != weights_fingerprint(self._last_step):
             return 0
@@ -191,13 +192,18 @@ class SweepRun:
         """Record that the call of evaluate.py that was started last has finished."""
         evaluated = self._evaluated()
         assert evaluated is not None  # start_evaluation has written it
-        self._write_evaluated(len(evaluated["options"]), self.evaluations_done() + 1)
+        self._write_evaluated(len(evaluated["options"]), evaluated.get("finished", 0) + 1)
 
     def _evaluated(self) -> Evaluated | None:
         path = self.results / EVALUATED
         if not path.exists():
             return None
         return parse_json(read_file(path, MAX_JOURNAL_BYTES), _EVALUATED, str(path))
+
+    def _results_digest(self) -> str:
+        """The SHA-256 of the results; empty without results."""
+        path = self.results / RESULTS
+        return file_sha256(path) if path.exists() else ""
 
     def _has_current_options(self, evaluated: Evaluated) -> bool:
         """Whether the sweep still has all calls that the results are of. New ones may follow."""
@@ -207,7 +213,12 @@ class SweepRun:
     def _write_evaluated(self, started: int, finished: int) -> None:
         options = [list(words) for words in self.evaluation[:started]]
         fingerprint = weights_fingerprint(self._last_step)
-        content = {"options": options, "fingerprint": fingerprint, "finished": finished}
+        content = {
+            "options": options,
+            "fingerprint": fingerprint,
+            "finished": finished,
+            "results": self._results_digest(),
+        }
         text = json.dumps(content) + "\n"
         write_atomically(self.results / EVALUATED, text.encode())
 

@@ -51,6 +51,14 @@ def test_no_other_valid_checkpoint(tmp_path):
         find_valid_step(tmp_path, fallback=True)
 
 
+@pytest.mark.parametrize("name", ["other.pt", "configs/later.yml", "configs/later.yaml"])
+def test_a_file_that_was_not_saved(name, tmp_path):
+    save(tmp_path, 1)
+    (tmp_path / "global_step1" / name).write_text("{}")
+    with pytest.raises(CheckpointError, match=name):
+        find_valid_step(tmp_path)
+
+
 def test_ranks_share_the_verification(tmp_path):
     save(tmp_path, 1)
     flip_bit(tmp_path / "global_step1" / "configs" / "config.yml")

@@ -2,11 +2,13 @@
 
 import argparse
 import math
+import shutil
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+import yaml
 
 from kerple.attention import FULL, AttentionMode, Span
 from kerple.positional import registry
@@ -445,6 +447,40 @@ def test_two_checkpoints_with_the_same_method_and_seed_need_labels(tmp_path, che
     rows = rows_in(tmp_path / "out")
     assert [row["pos_emb"] for row in rows] == ["kerple_log (first)", "kerple_log (second)"]
     assert (rows[0]["checkpoint"]["layers"], rows[0]["checkpoint"]["hidden_size"]) == (2, 32)
+
+
+def test_checkpoints_of_equal_weights_and_other_settings(tmp_path, checkpoints):
+    """Another epsilon changes losses, so they are measured again, and are no repetition."""
+    original = checkpoints["kerple_log"][0]
+    shutil.copytree(original, tmp_path / "other")
+    config = tmp_path / "other/global_step4/configs/config.yml"
+    values = yaml.safe_load(config.read_text())
+    config.write_text(yaml.safe_dump({**values, "layernorm_epsilon": 0.3}))
+    words = ["--lengths", "32", "--tokens", "64", "--output", str(tmp_path / "out"), "--checkpoint"]
+    assert_rejected("other.*--label", main, [*words, str(original), str(tmp_path / "other")])
+    main([*words, str(original)])
+    (first,) = rows_in(tmp_path / "out")
+    main([*words, str(tmp_path / "other")])
+    (second,) = rows_in(tmp_path / "out")
+    assert second["loss"] != pytest.approx(first["loss"], abs=1e-3)
+
+
+def test_an_edited_method_is_measured_again(tmp_path, data, monkeypatch):
+    monkeypatch.setattr(registry, "_METHODS", dict(registry._METHODS))
+    folder, file = tmp_path / "run", tmp_path / "test_edited.py"
+    write_checkpoint(folder, "kerple_log", data)
+    config = folder / "global_step4" / "configs" / "config.yml"
+    config.write_text(config.read_text().replace("kerple_log", "test_edited"))
+    words = ["--checkpoint", str(folder), *LENGTHS, "--output", str(tmp_path / "report")]
+    words += ["--set", f"pos-emb-module={file}"]
+    losses = []
+    for lines in ("", "    def bias(self, distance):\n        return -super().bias(distance)\n"):
+        file.write_text(OWN.format(name="test_edited") + lines)
+        main(words)
+        losses.append([row["loss"] for row in rows_in(tmp_path / "report")])
+        registry._METHODS.pop("test_edited")
+        sys.modules.pop(next(name for name in sys.modules if "test_edited" in name))
+    assert losses[0] != losses[1]
 
 
 def test_a_mode_is_measured_once_it_is_supported(tmp_path, checkpoints):

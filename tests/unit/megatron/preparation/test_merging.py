@@ -6,9 +6,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 from megatron.data.indexed_dataset import read_manifest, write_manifest
 from megatron.preparation import merging
 from megatron.preparation.documents import DocumentOptions
@@ -103,3 +105,15 @@ def test_errors(tmp_path):
     Path(f"{b}.bin").write_bytes(np.array([*b"seven", 0], np.uint16).tobytes())
     assert_rejected(r"b_text_document\.bin", merge, [a, b], str(tmp_path / "out"))
     assert {path.name: path.read_bytes() for path in tmp_path.glob("out*")} == written
+
+
+def test_ids_that_the_result_cannot_have(tmp_path):
+    """Datasets of other programs can have 64-bit ids."""
+    prefixes = []
+    for number, largest in enumerate((5, 2**32 + 7)):
+        prefixes.append(str(tmp_path / str(number)))
+        builder = IndexedDatasetBuilder(f"{prefixes[-1]}.bin", dtype=np.int64)
+        builder.add_document(torch.tensor([1, largest]), [2])
+        builder.finalize(f"{prefixes[-1]}.idx")
+    assert_rejected(f"1.bin.*{2**32 + 7}", merge, prefixes, str(tmp_path / "out"))
+    assert not list(tmp_path.glob("out*"))

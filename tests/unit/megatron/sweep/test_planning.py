@@ -201,6 +201,17 @@ def test_a_run_with_a_damaged_last_checkpoint_is_not_finished(sweep):
     assert "to resume from 6" in output
 
 
+def test_lost_results_are_measured_again(sweep):
+    sweep()
+    results = sweep.runs / "alibi" / "7" / "evaluation" / "results.jsonl"
+    complete = results.read_text()
+    results.write_text("".join(complete.splitlines(keepends=True)[:-1]))
+    sweep()
+    assert complete.splitlines()[-1] in results.read_text()
+    calls = [line.split()[0] for line in sweep.output_lines("alibi/7")]
+    assert calls == ["training", "evaluating", "evaluating"]
+
+
 def test_a_run_that_was_trained_again_is_evaluated_again(sweep):
     sweep()
     shutil.rmtree(sweep.runs / "alibi" / "7" / "checkpoints")
