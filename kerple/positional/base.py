@@ -76,7 +76,8 @@ class Chunk:
 
     Attributes:
         scores: `[b, h, c, l]`, q.k / sqrt(d), float32 or float64.
-        query: `[b, h, c, d]`, after `rotate`.
+        query: `[b, h, c, d]`, after `rotate` and the scaling of an inference mode (`logn`,
+            `yarn-temperature`).
         query_positions, key_positions: `[c]` and `[l]`, each consecutive, except that keys which no
             query of the chunk sees may be missing after attention sinks, unless the method is
             `per_pair`.

@@ -12,6 +12,7 @@ configuration. Each checkpoint gets a manifest, so that later damage is detected
 import contextlib
 import json
 import sys
+import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -79,6 +80,12 @@ def verify(root: Path) -> dict[str, Any]:
         folder = step_folder(root, tag_for(iteration))
         for path in folder.glob("[!.]*.pt"):
             load_file(path)
+            # torch does not compare the checksums of its files, which are zip files.
+            if zipfile.is_zipfile(path):
+                with zipfile.ZipFile(path) as opened:
+                    damaged = opened.testzip()
+                if damaged is not None:
+                    raise CheckpointError(f"{path}: {damaged} is damaged (wrong checksum)")
         check_finite(folder)
         if read_manifest(folder) is None:
             write_manifest_of_folder(folder, iteration)

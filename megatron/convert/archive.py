@@ -1,17 +1,29 @@
 """Unpacking a downloaded archive."""
 
+import bz2
+import gzip
+import lzma
 import shutil
 import tarfile
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from megatron.checkpoint.storage import CheckpointError
+from megatron.preparation.readers import StrictTarInfo, check_end, check_entries
 from megatron.utils.errors import first_line
 from megatron.utils.files import open_file
 
 # The first bytes of a zip file. The directory at its end, which zipfile.is_zipfile searches for,
 # also ends a tar file whose last member is a file of torch.
 _ZIP_SIGNATURES = (b"PK\x03\x04", b"PK\x05\x06", b"PK\x07\x08")
+# The first bytes of a compressed tar file -> how to open it.
+_COMPRESSIONS: dict[bytes, Callable[..., Any]] = {
+    b"\x1f\x8b": gzip.open,
+    b"BZh": bz2.open,
+    b"\xfd7zXZ\0": lzma.open,
+}
 
 
 def unpack(archive: str | Path, folder: Path) -> None:
@@ -22,7 +34,7 @@ def unpack(archive: str | Path, folder: Path) -> None:
     tarfile's filter "data" rejects. The caller must then remove what was unpacked before.
     """
     with open_file(archive) as stream:
-        is_zip = stream.read(4) in _ZIP_SIGNATURES
+        start = stream.read(6)
     free, size = shutil.disk_usage(folder).free, 0
 
     def check_size(added: int) -> None:
@@ -40,13 +52,21 @@ def unpack(archive: str | Path, folder: Path) -> None:
         return tarfile.data_filter(member, path)
 
     try:
-        if is_zip:
-            with zipfile.ZipFile(archive) as opened:
-                check_size(sum(entry.file_size for entry in opened.infolist()))
+        if start.startswith(_ZIP_SIGNATURES):
+            with open_file(archive) as stream, zipfile.ZipFile(stream) as zipped:
+                check_entries(zipped, stream)
+                check_size(sum(entry.file_size for entry in zipped.infolist()))
             shutil.unpack_archive(archive, folder, "zip")
-        else:
-            shutil.unpack_archive(
-                archive, folder, "tar", filter=check_member
-            )  # with or without compression
+            return
+        opened: Callable[..., Any] = open
+        for signature, function in _COMPRESSIONS.items():
+            if start.startswith(signature):
+                opened = function
+        with (
+            opened(archive, "rb") as stream,
+            tarfile.open(fileobj=stream, mode="r|", tarinfo=StrictTarInfo) as tar,
+        ):
+            tar.extractall(folder, filter=check_member)
+            check_end(tar, str(archive))
     except Exception as error:  # the libraries raise many types for damaged files
         raise CheckpointError(f"{archive}: cannot be unpacked ({first_line(error)})") from error

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
-from pydantic import TypeAdapter
+from pydantic import ConfigDict, TypeAdapter
 
 from megatron.utils.errors import UserError, visible
 from megatron.utils.files import open_file, read_errors, read_file, write_atomically
@@ -341,6 +341,9 @@ class Manifest:
         idx_sha256, bin_sample: `file_sha256` of the .idx and `file_sample` of the .bin, which are
             compared whenever the pair is opened; None in manifests of earlier versions.
     """
+
+    # A key with another name may be a damaged one, without which a check would be left out.
+    __pydantic_config__ = ConfigDict(extra="forbid")
 
     documents: Count
     tokens: Count

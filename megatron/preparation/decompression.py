@@ -1,8 +1,8 @@
 """Decompresses gzip, xz and Zstandard streams in limited memory."""
 
-import gzip
 import io
 import lzma
+import zlib
 from collections.abc import Callable, Iterator
 from typing import Any, BinaryIO, cast
 
@@ -13,22 +13,28 @@ BLOCK = 1 << 20
 # The largest window of the format, that of `zstd --long=31`, which Reddit's dumps use. Content
 # fills it gradually.
 _MAX_WINDOW = 1 << 31
-# Bytes to decompress at a time. These expand to at most 32 MB and 1 MB.
+# Bytes to decompress at a time. These expand to at most 32 MB, 1 MB and 4 MB.
 _ZSTANDARD_BYTES = 1 << 10
 _XZ_BYTES = 1 << 7
+_GZIP_BYTES = 1 << 12
+# The `wbits` of zlib for the format gzip.
+_GZIP_FORMAT = 16 + zlib.MAX_WBITS
 
 
 def decompress(raw: BinaryIO, suffix: str, source: str) -> BinaryIO:
     """Return a stream of the decompressed content, or `raw` if `suffix` names no compression.
 
-    Raises UserError if the package zstandard is not installed and, while reading, if a Zstandard or
-    xz file is truncated or there is not enough memory. For other damage, reading raises the
-    exceptions of gzip, and ValueError for Zstandard and xz.
+    Raises UserError if the package zstandard is not installed and, while reading, if the file is
+    empty or truncated, or there is not enough memory. For other damage, reading raises ValueError.
     """
+    # Several gzip members or xz streams in a file may have zeros between them.
     if suffix in (".gz", ".tgz"):
-        return cast(BinaryIO, gzip.GzipFile(fileobj=raw))
-    if suffix == ".xz":
-        # Several xz streams in a file may have zeros between them.
+
+        def new_member() -> Any:
+            return zlib.decompressobj(_GZIP_FORMAT)
+
+        blocks = _blocks(raw, source, _GZIP_BYTES, new_member, padding=b"\0")
+    elif suffix == ".xz":
         blocks = _blocks(raw, source, _XZ_BYTES, lzma.LZMADecompressor, padding=b"\0")
     elif suffix == ".zst":
         zstandard = import_package("zstandard", "data", f"reading {source}")
@@ -44,15 +50,17 @@ def _blocks(
 ) -> Iterator[bytes]:
     """Yield the decompressed content of one or several frames, and detect a truncated file.
 
-    zstandard's own reader does not detect it, and LZMAFile ignores damage after the first frame.
+    zstandard's own reader does not detect it, LZMAFile ignores damage after the first frame, and
+    GzipFile reads an empty file as an empty content, whose file has 20 bytes.
 
     Args:
         size: compressed bytes to read at a time.
         new_frame: makes a decompressor of one frame.
         padding: bytes to skip before a frame.
     """
-    frame = None
+    frame, is_empty = None, True
     while block := raw.read(size):
+        is_empty = False
         while block:
             # Padding precedes a frame.
             if not frame:
@@ -73,6 +81,8 @@ def _blocks(
             block = frame.unused_data
             if frame.eof:
                 frame = None
+    if is_empty:
+        raise UserError(f"{source} is empty; even without content, a compressed file is not")
     if frame:
         raise UserError(f"{source} is truncated: its last compressed frame is incomplete")
 

@@ -50,8 +50,8 @@ class OwnText(DocumentCorpus):
 
     @property
     def vocab_size(self) -> int:
-        """A vocabulary size for the size of the files, or the limit."""
-        size = min(sum(file.size for file in self.files.files), self._limit)
+        """A vocabulary size for the size of the text, whatever the format of its files."""
+        size = min(sum(len(content) for _, content in self.documents), self._limit)
         return next(vocab_size for limit, vocab_size in VOCAB_SIZES if size < limit)
 
     def tokenizer_texts(self) -> list[str]:

@@ -179,9 +179,9 @@ def prepare(options: PrepareOptions) -> Path:
         if train_tokenizer and options.ftfy:
             recipe["trained_on_repaired"] = True
     if train_tokenizer:
-        default_size = source.vocab_size if isinstance(source, OwnText) else EMBEDDED_VOCAB_SIZE
-        vocab_size = options.vocab_size or default_size
-        recipe["trained_vocab_size"] = vocab_size
+        # The size for a text of one's own is known only after the text is read.
+        default = "by the size of the text" if own_text else EMBEDDED_VOCAB_SIZE
+        recipe["trained_vocab_size"] = options.vocab_size or default
 
     # Nothing to do if the dataset has the same recipe.
     reason = _rebuild_reason(recipe, prefix, tokenizer_files, options.skip_bad)
@@ -205,6 +205,9 @@ def prepare(options: PrepareOptions) -> Path:
         (folder / _RECIPE).unlink(missing_ok=True)
         if isinstance(source, DocumentCorpus) and train_tokenizer:
             texts = source.tokenizer_texts()
+            vocab_size = options.vocab_size or EMBEDDED_VOCAB_SIZE
+            if isinstance(source, OwnText) and options.vocab_size is None:
+                vocab_size = source.vocab_size
             print(
                 f"training a BPE tokenizer with {vocab_size} ids on {len(texts):,} documents of "
                 f"{options.dataset}"

@@ -40,6 +40,9 @@ PARQUET_ROWS = 256
 # far larger than the file. A document of an uncompressed file is limited by the size of the file.
 MAX_COMPRESSED_DOCUMENT = 100 << 20
 
+# The record at the end of a zip file, with the longest comment.
+_ZIP_END_BYTES = 22 + 0xFFFF
+
 # Exceptions that the libraries raise for damaged files.
 _DAMAGE_ERRORS = (
     EOFError,
@@ -233,6 +236,7 @@ def archive_members(
     """
     if name.lower().endswith(".zip"):
         with zipfile.ZipFile(raw) as zipped:
+            check_entries(zipped, raw)
             for entry in zipped.infolist():
                 if entry.is_dir() or not is_wanted(entry.filename):
                     continue
@@ -244,28 +248,52 @@ def archive_members(
 
     # "r|" reads in one pass without seeking, so a compressed archive is never in memory as a whole.
     stream = decompress(raw, PurePosixPath(name.lower()).suffix, source)
-    with tarfile.open(fileobj=stream, mode="r|", tarinfo=_StrictTarInfo) as archive:
+    with tarfile.open(fileobj=stream, mode="r|", tarinfo=StrictTarInfo) as archive:
         for member in archive:
             # Otherwise the archive keeps every member.
             archive.members = []  # type: ignore[attr-defined]
             if member.isfile() and is_wanted(member.name):
                 yield member.name, cast(BinaryIO, archive.extractfile(member))
-
-        # Read to the end of the file, which also verifies the checksum of a compressed archive.
-        remainder = cast(BinaryIO, archive.fileobj)
-        while block := remainder.read(BLOCK):
-            if block.strip(b"\0"):
-                raise UserError(
-                    f"{source} has data after the end of its archive: it is damaged, or several "
-                    "archives are concatenated; pack it again"
-                )
+        check_end(archive, source)
 
 
-class _StrictTarInfo(tarfile.TarInfo):
+def check_entries(archive: zipfile.ZipFile, raw: BinaryIO) -> None:
+    """Raises BadZipFile if the directory at the end of a zip file has fewer files than it says.
+    `zipfile` skips files after a damaged entry.
+    """
+    # The record at the end (section 4.3.16 of APPNOTE.TXT). 0xFFFF: the number is elsewhere.
+    raw.seek(max(0, raw.seek(0, io.SEEK_END) - _ZIP_END_BYTES))
+    tail = raw.read()
+    (expected,) = struct.unpack_from("<H", tail, tail.rfind(b"PK\5\6") + 10)
+    found = len(archive.infolist())
+    if expected not in (found & 0xFFFF, 0xFFFF):
+        raise zipfile.BadZipFile(f"its directory has {found} of {expected} files")
+
+
+def check_end(archive: tarfile.TarFile, source: str) -> None:
+    """Read a tar file of mode "r|" to its end, which also verifies the checksum of a compressed
+    one. Raises UserError if its end is not that of one complete archive.
+    """
+    remainder, zeros = cast(BinaryIO, archive.fileobj), 0
+    while block := remainder.read(BLOCK):
+        if block.strip(b"\0"):
+            raise UserError(
+                f"{source} has data after the end of its archive: it is damaged, or several "
+                "archives are concatenated; pack it again"
+            )
+        zeros += len(block)
+    if zeros > tarfile.RECORDSIZE:
+        raise UserError(
+            f"{source} ends with {zeros:,} zeros, in which files may have been lost (a tar file "
+            f"ends with at most {tarfile.RECORDSIZE:,}); pack it again"
+        )
+
+
+class StrictTarInfo(tarfile.TarInfo):
     """A header that must be valid. `tarfile` treats a damaged one as the end of the archive."""
 
     @classmethod
-    def fromtarfile(cls, archive: tarfile.TarFile) -> "_StrictTarInfo":
+    def fromtarfile(cls, archive: tarfile.TarFile) -> "StrictTarInfo":
         try:
             return super().fromtarfile(archive)
         except tarfile.EOFHeaderError:  # type: ignore[attr-defined]  # missing in typeshed

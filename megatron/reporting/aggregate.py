@@ -17,6 +17,7 @@ ALPHA = 0.05  # significance level
 AnyRecord = Mapping[str, Any]  # of any kind, see megatron.evaluation.records
 CELL = ["setting", "method", "length"]  # the columns that identify a cell of a table
 DETAILS = ("tokens", "targets", "bos", "precision", "note")  # further keys of a record
+ITERATION = "iteration"  # a column, of the checkpoint
 
 
 @dataclass(frozen=True)
@@ -174,8 +175,9 @@ def measurements(records: Iterable[AnyRecord], kind: str, value: str) -> Measure
         number = record.get(value)
         if number is None:
             number = math.nan
-        rows[key] = (*key, number, *map(record.get, DETAILS))
-    columns = [*CELL, "depth", "seed", "value", *DETAILS]
+        iteration = (record.get("checkpoint") or {}).get("iteration")
+        rows[key] = (*key, number, *map(record.get, DETAILS), iteration)
+    columns = [*CELL, "depth", "seed", "value", *DETAILS, ITERATION]
     return Measurements(DataFrame(list(rows.values()), columns=columns))
 
 

@@ -436,10 +436,19 @@ def _lengths_notes(measured: DataFrame) -> list[str]:
 
 
 def settings_notes(values: Measurements) -> list[str]:
-    """The precisions, and the tokens put before texts, of values that were not measured alike."""
+    """The steps of training, the precisions, and the tokens put before texts, of values that were
+    not measured alike.
+    """
     notes = []
     for setting, rows in values.frame.dropna(subset="value").groupby("setting", sort=False):
         title = corpus_name(setting.corpus)
+        # Models of Hugging Face have iteration 0.
+        steps = sorted(rows.loc[rows["iteration"] > 0, "iteration"].unique())
+        if len(steps) > 1:
+            numbers = ", ".join(f"{int(step):,}" for step in steps)
+            notes.append(
+                f"{title}: the models were trained for different numbers of steps ({numbers})."
+            )
         precisions = sorted(rows["precision"].dropna().unique())
         if len(precisions) > 1:
             notes.append(

@@ -1,6 +1,7 @@
 """Archives are unpacked only inside their folder."""
 
 import contextlib
+import gzip
 import os
 import shutil
 import stat
@@ -116,3 +117,25 @@ def test_damaged_and_missing_archives(tmp_path):
     os.mkfifo(tmp_path / "pipe.tar")
     assert_rejected("missing.zip", unpack, tmp_path / "missing.zip", tmp_path / "out")
     assert_rejected("pipe.tar", unpack, tmp_path / "pipe.tar", tmp_path / "out")
+
+
+@pytest.mark.parametrize("mode", ["w", "w:gz"])
+def test_any_damage_of_a_tar_file_is_noticed(mode, tmp_path):
+    """Cut after a member, a changed header, and zeros in place of the last members."""
+    names = ("run/latest", "run/global_step5/a.pt", "run/global_step5/b.pt")
+    content = tar_of(dict.fromkeys(names, bytes(range(256)) * 40))
+    second = 512 + 10_240
+    header = bytearray(content)
+    header[second + 3] ^= 1
+    zeros = content[:second] + bytes(len(content) - second)
+    for number, damaged in enumerate((content[:second], header, zeros)):
+        path = tmp_path / f"{number}.tar"
+        path.write_bytes(gzip.compress(damaged) if mode == "w:gz" else damaged)
+        check_rejected(path, tmp_path, path.name)
+
+
+def test_the_checksum_of_a_compressed_tar_file(tmp_path):
+    content = bytearray(write_tar(tmp_path / "a.tar.gz", mode="w:gz").read_bytes())
+    content[-7] ^= 4
+    (tmp_path / "a.tar.gz").write_bytes(content)
+    check_rejected(tmp_path / "a.tar.gz", tmp_path, "CRC")

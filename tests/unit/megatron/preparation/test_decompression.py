@@ -27,6 +27,15 @@ def test_truncated_compressed_file(tmp_path, compression, fraction):
     assert_rejected(rf"a.jsonl{compression} is (damaged or )?truncated", read_inputs, path)
 
 
+@pytest.mark.parametrize("compression", COMPRESSIONS)
+def test_an_empty_file_is_not_an_empty_content(tmp_path, compression):
+    path = tmp_path / f"a.jsonl{compression}"
+    path.write_bytes(COMPRESSIONS[compression](b""))
+    assert read_inputs(path) == []
+    path.write_bytes(b"")
+    assert_rejected(rf"a\.jsonl{compression}", read_inputs, path)
+
+
 def test_zstandard_is_optional(tmp_path, monkeypatch):
     (tmp_path / "a.txt.zst").write_bytes(zstandard.compress(b"text"))
     monkeypatch.setitem(sys.modules, "zstandard", None)
@@ -75,4 +84,4 @@ def test_gzip_checksum_of_a_tar_is_verified(tmp_path):
     content = bytearray(gzip.compress(tar_of({"a.jsonl": json_lines("one")})))
     content[-6] ^= 1
     (tmp_path / "a.tar.gz").write_bytes(content)
-    assert_rejected(r"a\.tar\.gz.*CRC", read_inputs, tmp_path / "a.tar.gz")
+    assert_rejected(r"a\.tar\.gz.*damaged", read_inputs, tmp_path / "a.tar.gz")

@@ -1,5 +1,7 @@
 """The user's own text."""
 
+import gzip
+import json
 import sys
 from dataclasses import replace
 from types import SimpleNamespace
@@ -89,6 +91,20 @@ def test_prepare(folder, tmp_path, capsys):
     capsys.readouterr()
     prepare(options)
     assert capsys.readouterr().out == f"{prefix}: up to date\n"
+
+
+def test_the_size_of_the_tokenizer_is_that_of_the_text(tmp_path, monkeypatch):
+    """Compressed or not, and without the overhead of JSON."""
+    text = "".join(f"{number * 7919 % 104729} words\n" for number in range(900))
+    (tmp_path / "a.txt").write_text(text)
+    with gzip.open(tmp_path / "b.txt.gz", "wt") as file:
+        file.write(text)
+    lines = [json.dumps({"text": line, "meta": "x" * 300}) for line in text.splitlines()]
+    (tmp_path / "c.jsonl").write_text("\n".join(lines))
+    limits = ((len(text) / 2, 260), (len(text) + 1, 300), (float("inf"), 400))
+    monkeypatch.setattr("megatron.preparation.own_text.VOCAB_SIZES", limits)
+    sizes = [corpus(tmp_path / name).vocab_size for name in ("a.txt", "b.txt.gz", "c.jsonl")]
+    assert sizes == [300, 300, 300]
 
 
 def test_limit(folder, tmp_path, monkeypatch):

@@ -304,6 +304,7 @@ TAR = tar_of(
         (TAR[:1100], ""),
         (TAR[:2560], ""),
         (TAR[:1027] + bytes([TAR[1027] ^ 1]) + TAR[1028:], ".*1,024"),
+        (TAR[:2048] + bytes(20 << 10), ".*zeros"),
         (TAR + tar_of({"more.jsonl": json_lines("more")}), ""),
     ],
     ids=[
@@ -312,12 +313,22 @@ TAR = tar_of(
         "in a header",
         "between header and content",
         "header",
+        "zeros in place of members",
         "concatenated",
     ],
 )
 def test_damaged_tars(tmp_path, content, message):
     (tmp_path / "a.tar").write_bytes(content)
     assert_rejected(rf"a\.tar{message}", read_inputs, tmp_path / "a.tar")
+
+
+def test_a_zip_file_with_a_damaged_directory(tmp_path):
+    """A wrong length of a comment makes zipfile skip the files behind it."""
+    content = bytearray(zip_of({f"{name}.txt": b"text" * 100 for name in range(9)}))
+    second_entry = content.index(b"PK\1\2", content.index(b"PK\1\2") + 1)
+    content[second_entry + 33] ^= 0x80
+    (tmp_path / "a.zip").write_bytes(content)
+    assert_rejected(r"a\.zip is damaged.*9", read_inputs, tmp_path / "a.zip")
 
 
 @pytest.mark.parametrize("name", ["a.txt.zst", "a.txt.xz", "a.jsonl.gz", "a.zip", "a.tar.gz"])

@@ -299,6 +299,20 @@ def test_other_first_tokens_and_precisions_are_noted(tables):
     assert "bf16 and fp32" in note
 
 
+def test_different_numbers_of_steps_are_noted():
+    def notes(*steps):
+        records = []
+        for seed, iteration in enumerate(steps):
+            entry = record("alibi", 512, 3.0, seed=seed)
+            entry["checkpoint"] = {**(entry["checkpoint"] or {}), "iteration": iteration}
+            records.append(entry)
+        return [note for note in perplexity_tables(records)[0].notes if "steps" in note]
+
+    assert notes(300, 300, 0) == []
+    (note,) = notes(300, 1200)
+    assert "300, 1,200" in note
+
+
 def test_methods_with_fewer_seeds_are_not_bold():
     table = only(
         perplexity_tables([*seeds("kerple_log", 512, LOG), record("rpe", 512, 1.0)]), "kerple-3"
