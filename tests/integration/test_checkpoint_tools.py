@@ -369,6 +369,19 @@ def test_a_rejected_archive_leaves_no_files(step, tmp_path, monkeypatch):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["bad.zip", "source"]
 
 
+def test_a_flipped_bit_in_a_plain_tar(tmp_path, monkeypatch):
+    """A tar file has no checksums, but the files of torch in it do."""
+    shutil.copytree(checkpoints("alibi"), tmp_path / "source")
+    path = tmp_path / "source/global_step300/layer_03-model_00-model_states.pt"
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 2  # in a weight
+    path.write_bytes(content)
+    with tarfile.open(tmp_path / "bad.tar", "w") as opened:
+        opened.add(tmp_path / "source", "released")
+    monkeypatch.chdir(tmp_path)
+    assert_rejected(f"{path.name}.*checksum", import_release.main, ["bad.tar"])
+
+
 def run_inspect(capsys, *arguments):
     status = inspect.main([*map(str, arguments), "--json"])
     return status, json.loads(capsys.readouterr().out)
