@@ -2,6 +2,9 @@
 optimizer in float32. Methods of use_positional are trained by Trainer and with LoRA.
 """
 
+import os
+
+import accelerate
 import peft
 import pytest
 import torch
@@ -15,6 +18,7 @@ from tests.support.conversion import quiet
 from tests.support.families import family_model
 from tests.support.model_families import VOCABULARY, family_inputs, outputs
 from tests.support.model_families import family_model as tiny_model
+from tests.support.processes import free_ports
 
 STEPS = 20
 
@@ -123,3 +127,58 @@ def test_lora_with_a_method(tmp_path):
     other = load_positional(tiny_model("llama"), tmp_path / "adapter")
     for one, two in zip(parameters(model), parameters(other), strict=True):
         assert torch.equal(one, two)
+
+
+def train_as_rank(rank, port, folder):
+    """Two steps on half of the batch, by DDP of accelerate; rank 0 saves the gradients' effect."""
+    variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2}
+    variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    os.environ.update({name: str(value) for name, value in variables.items()})
+    accelerator = accelerate.Accelerator(cpu=True)
+    model = tiny_model("llama")
+    use_positional(model, "kerple_log")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    wrapped, prepared = accelerator.prepare(model, optimizer)
+    take_steps(wrapped, prepared, slice(2 * rank, 2 * rank + 2), accelerator.backward)
+    if rank == 0:
+        torch.save(model.state_dict(), folder / "state.pt")
+
+
+def take_steps(model, optimizer, rows, backward):
+    for step in range(2):
+        texts = [Texts()[4 * step + index]["input_ids"] for index in range(4)]
+        tokens = torch.stack(texts)[rows]
+        optimizer.zero_grad()
+        backward(model(tokens, labels=tokens).loss)
+        optimizer.step()
+
+
+@pytest.mark.ci
+def test_two_processes_train_as_one(tmp_path):
+    (port,) = free_ports(1)
+    torch.multiprocessing.spawn(train_as_rank, (port, tmp_path), nprocs=2)
+    model = tiny_model("llama")
+    use_positional(model, "kerple_log")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    take_steps(model, optimizer, slice(None), torch.Tensor.backward)
+    for name, tensor in torch.load(tmp_path / "state.pt").items():
+        torch.testing.assert_close(tensor, model.state_dict()[name], atol=2e-6, rtol=0)
+
+
+def test_layers_that_are_offloaded(tmp_path):
+    """A device_map, as of device_map="auto" for a model that does not fit into memory."""
+    whole = tiny_model("llama")
+    whole.save_pretrained(tmp_path / "model")
+    use_positional(whole, "kerple_log")
+    with torch.no_grad():
+        for parameter in whole.kerple_positional.parameters():
+            parameter.mul_(1.5)
+    save_positional(whole, tmp_path / "adapter")
+    places = {"model.embed_tokens": "cpu", "model.layers.0": "cpu", "model.layers.1": "disk"}
+    places |= {"model.norm": "cpu", "model.rotary_emb": "cpu", "lm_head": "cpu"}
+    parts = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "model", device_map=places, offload_folder=str(tmp_path / "disk")
+    )
+    load_positional(parts, tmp_path / "adapter")
+    inputs = family_inputs(whole)
+    assert torch.equal(outputs(parts.eval(), inputs), outputs(whole.eval(), inputs))
