@@ -66,6 +66,7 @@ class Mask(Tensor):
         return self
 
 
+@torch.compiler.disable
 def attention_mask(
     batch_size: int,
     q_length: int | None = None,

@@ -182,3 +182,18 @@ def test_layers_that_are_offloaded(tmp_path):
     load_positional(parts, tmp_path / "adapter")
     inputs = family_inputs(whole)
     assert torch.equal(outputs(parts.eval(), inputs), outputs(whole.eval(), inputs))
+
+
+@pytest.mark.ci
+def test_a_compiled_model():
+    """Other lengths use the same graphs."""
+    model = tiny_model("llama").eval()
+    use_positional(model, "kerple_log")
+    compiled = torch.compile(model, backend="eager", dynamic=True)
+    graphs = []
+    for length in (6, 9, 17, 31):
+        tokens = torch.randint(3, VOCABULARY, (2, length))
+        expected = model(tokens, use_cache=False).logits
+        assert torch.equal(compiled(tokens, use_cache=False).logits, expected)
+        graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    assert len(set(graphs)) == 1
