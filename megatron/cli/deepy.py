@@ -16,6 +16,7 @@ from megatron.launcher.script_arguments import (
     make_parser,
     reject_config_options,
 )
+from megatron.utils.command_line import OptionParser
 
 ROOT = Path(__file__).resolve().parents[2]
 TRAIN = ROOT / "train.py"
@@ -33,9 +34,24 @@ def train() -> int:
     ranks themselves.
     """
     argv = sys.argv[1:]
-    if {"-h", "--help", MERGED_CONFIG_OPTION} & set(argv) or "RANK" in os.environ:
+    if {"-h", "--help"} & set(argv):
+        _train_parser("kerple train").print_help()
+        return 0
+    if MERGED_CONFIG_OPTION in argv or "RANK" in os.environ:
         return train_script.main()
-    return launcher.main(argv, check_script, TRAIN_COMMAND)
+    return launcher.main(argv, check_script, TRAIN_COMMAND, train_script.main)
+
+
+def _train_parser(name: str) -> OptionParser:
+    """The command line of training as deepy.py and `kerple train` accept it."""
+    parser = make_parser("Train a model with the given configuration files.", prog=name)
+    parser.add_argument(
+        launcher.DRY_RUN_OPTION,
+        action="store_true",
+        help="check what can be checked without ssh, print what would be started on each host, "
+        "and exit",
+    )
+    return parser
 
 
 def check_script(
@@ -51,7 +67,7 @@ def check_script(
     if not is_command and Path(program[0]).resolve() != TRAIN:
         return []
     name = "kerple train" if is_command else TRAIN.name
-    parsed = make_parser("Train a model.", prog=name).parse_intermixed_args(options)
+    parsed = _train_parser(name).parse_intermixed_args(options)
     if parsed.files:
         raise UserError(f"{parsed.files[0]}: configuration files come before the options of {name}")
     reject_config_options(parsed)

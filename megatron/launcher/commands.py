@@ -64,19 +64,14 @@ def rank_command(config: Config, program: Sequence[str], options: Sequence[str])
 
 def local_environment(resources: Resources, environment: Mapping[str, str]) -> dict[str, str]:
     """The environment of ranks on this machine. Prints a number of threads that it sets."""
-    # On a CPU, the ranks share the cores.
-    result = dict(environment)
     (slots,) = resources.slots.values()
-    result["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, slots))
+    variables = dict(environment)
     if resources.on_cpu:
-        result["CUDA_VISIBLE_DEVICES"] = ""
-        result["DS_ACCELERATOR"] = "cpu"
-        if resources.world_size > 1 and "OMP_NUM_THREADS" not in result:
-            threads = node.threads_per_process(resources.world_size)
-            result["OMP_NUM_THREADS"] = str(threads)
-            print(
-                f"deepy: {threads} thread(s) per process (OMP_NUM_THREADS is not set)", flush=True
-            )
+        variables |= {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
+    result = node.rank_environment(variables, slots)
+    if result.keys() - variables.keys() == {"OMP_NUM_THREADS"}:
+        threads = result["OMP_NUM_THREADS"]
+        print(f"deepy: {threads} thread(s) per process (OMP_NUM_THREADS is not set)", flush=True)
     return result
 
 

@@ -33,6 +33,7 @@ from megatron.utils.errors import UserError
 from megatron.utils.processes import signal_without_parent
 
 SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10")
+PID_FILE = "/tmp/deepy-{}."  # of a run; node.py appends the index of its host
 # Seconds until the ranks of other hosts are killed after a host failed. Most lose the connection
 # and end earlier.
 _SECONDS_AFTER_FAILURE = 60
@@ -200,7 +201,7 @@ def run_pdsh(
     """
     # ssh and signals reach the ranks through node.py.
     hosts = [str(node.host) for node in nodes]
-    pid_file = f"/tmp/deepy-{secrets.token_hex(8)}."  # node.py appends the index of its host
+    pid_file = PID_FILE.format(secrets.token_hex(8))
     # Without keep-alive messages, ssh would not notice for a long time that a host has lost power.
     options = (
         "-o ServerAliveInterval=15 -o ServerAliveCountMax=4 "
@@ -271,9 +272,8 @@ def run_pdsh(
                 failed.append(match[1])
                 if len(failed) == 1:
                     timers[0].start()
-                if (
-                    int(match[2]) == _SSH_FAILED
-                ):  # otherwise node.py on this host has printed the reason
+                # Otherwise node.py on this host has printed the reason.
+                if int(match[2]) == _SSH_FAILED:
                     reasons.append(
                         f"error: the ssh connection to {match[1]} was lost, or its processes were "
                         "killed"

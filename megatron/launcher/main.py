@@ -2,6 +2,7 @@
 
 import os
 import re
+import shlex
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,14 +15,21 @@ from megatron.launcher.commands import (
     job_command,
     local_environment,
     make_nodes,
+    node_command,
     rank_command,
     reserved_port,
     split_secrets,
 )
-from megatron.launcher.hosts import check_hosts, run_job, run_pdsh
+from megatron.launcher.hosts import PID_FILE, check_hosts, run_job, run_pdsh
 from megatron.launcher.node import Node, run_node
-from megatron.launcher.rank import DEFAULT_PORT
-from megatron.launcher.resources import Resources, check_launcher, find_resources, uses_other_hosts
+from megatron.launcher.rank import DEFAULT_PORT, check_starter, find_starter
+from megatron.launcher.resources import (
+    Resources,
+    check_installed,
+    check_slots,
+    find_resources,
+    uses_other_hosts,
+)
 from megatron.launcher.script_arguments import print_notices
 from megatron.utils.command_line import extract_overrides
 from megatron.utils.errors import UserError
@@ -37,6 +45,8 @@ hostfile.
   -d, --conf-dir DIR    folder of the configuration files
   a.yml b.yml ...       configuration files to merge; .yml may be omitted; a later file overrides an
                         earlier one
+  --dry-run             check what can be checked without ssh, print what would be started on each
+                        host, and exit
   --set key=value ...   override keys (nested ones with dots: optimizer.params.lr=1e-3); repeatable
   -H, --hostfile FILE, --wandb-group NAME, --wandb-team NAME, --wandb-run-name NAME
                         the same as --set hostfile=FILE, wandb_group=NAME ...
@@ -46,6 +56,7 @@ hostfile.
 All keys: configs/neox_arguments.md; its section Launcher has those for processes and nodes."""
 
 
+DRY_RUN_OPTION = "--dry-run"
 # -d DIR, -dDIR, --conf-dir DIR or --conf-dir=DIR, as in argparse.
 _CONF_DIR = re.compile(r"-d(=?(?P<short>.+))?|--conf[-_]dir(=(?P<long>.+))?", re.DOTALL)
 
@@ -61,6 +72,7 @@ class DeepyArguments:
     config_dir: str | None
     overrides: list[str]
     script_options: list[str]
+    dry_run: bool
 
 
 def parse_command_line(words: Sequence[str], program: Sequence[str] = ()) -> DeepyArguments | None:
@@ -74,8 +86,11 @@ def parse_command_line(words: Sequence[str], program: Sequence[str] = ()) -> Dee
             return None
         program, words = [str(_find_script(words[0]))], words[1:]
 
-    # Files come first, then the options of the script. Overrides can be anywhere.
+    # Files come first, then the options of the script. Overrides and --dry-run can be anywhere.
     overrides, words = extract_overrides(words)
+    script_words = [word for word in words if word.replace("_", "-") != DRY_RUN_OPTION]
+    dry_run = len(script_words) < len(words)
+    words = script_words
     files: list[str] = []
     config_dir = None
     while words and (not words[0].startswith("-") or _CONF_DIR.fullmatch(words[0])):
@@ -99,7 +114,7 @@ def parse_command_line(words: Sequence[str], program: Sequence[str] = ()) -> Dee
         raise UserError(
             f"no configuration files were given for {name}; they come before the other options"
         )
-    return DeepyArguments(list(program), files, config_dir, overrides, list(words))
+    return DeepyArguments(list(program), files, config_dir, overrides, words, dry_run)
 
 
 def _find_script(name: str) -> Path:
@@ -116,6 +131,7 @@ def main(
     words: Sequence[str],
     check_script: Callable[[Sequence[str], Config, Sequence[str], int], list[str]] = lambda *_: [],
     program: Sequence[str] = (),
+    run_rank: Callable[[], int] | None = None,
 ) -> int:
     """Run deepy.py with these command-line arguments, and return the exit status of the script.
 
@@ -124,6 +140,8 @@ def main(
             number of processes. It raises UserError, or exits, if the script would reject them, and
             returns the prefixes of the datasets that every host needs.
         program: what to start instead of the script that the first word names (see `rank_command`).
+        run_rank: runs this process as a rank, if srun or mpirun has started it as one of several
+            (deepspeed_slurm or deepspeed_mpi). Without it, that is an error.
 
     Raises UserError, before anything is started, if the configuration is wrong or does not fit this
     machine.
@@ -135,12 +153,18 @@ def main(
 
     # Where the ranks run.
     config = load_config(arguments.files, arguments.config_dir, arguments.overrides)
-    _reject_started_ranks(config)
+    if config.launcher.launcher == "pdsh":  # else deepy.py starts srun or mpirun
+        check_starter(config, os.environ)
+    if _is_one_of_several(config, can_be_rank=run_rank is not None):
+        assert run_rank is not None
+        return run_rank()
     print_notices(config)
     resources = find_resources(config)
     on_other_hosts = uses_other_hosts(config, resources)
     if on_other_hosts:
-        check_launcher(config, resources)
+        check_slots(config, resources)
+        if not arguments.dry_run:  # it may run on another machine
+            check_installed(config)
 
     # What the script would reject, before it starts on every rank.
     program, options = arguments.program, arguments.script_options
@@ -153,35 +177,43 @@ def main(
         return _run_on_other_hosts(config, resources, arguments, prefixes)
 
     # On this machine, this process is the parent of the ranks.
+    command = rank_command(config, program, options)
+    if arguments.dry_run:
+        _print_command("this machine", resources.world_size, shlex.join(command))
+        return 0
     environment = local_environment(resources, os.environ)
     with reserved_port() as port:
         (slots,) = resources.slots.values()
         address = config.launcher.master_addr or "127.0.0.1"
         node = Node(None, slots, 0, len(slots), address, config.launcher.master_port or port)
-        return run_node(node, rank_command(config, program, options), environment)
+        return run_node(node, command, environment)
 
 
-def _reject_started_ranks(config: Config) -> None:
-    """Raises UserError under srun or mpirun, where each process would start all ranks."""
-    launcher = config.launcher
-    started_by = (
-        ("slurm", launcher.deepspeed_slurm, "SLURM_STEP_NUM_TASKS"),
-        ("openmpi", launcher.deepspeed_mpi, "OMPI_COMM_WORLD_SIZE"),
+def _is_one_of_several(config: Config, *, can_be_rank: bool) -> bool:
+    """Whether srun or mpirun has started several of this process, which are the ranks.
+
+    Raises UserError if they cannot be, because each of them would start all ranks.
+    """
+    starter = find_starter(config, os.environ)
+    if starter is None:
+        return False
+    processes = int(os.environ[starter.variables[-1]])
+    if processes == 1:
+        return False
+    if can_be_rank and getattr(config.launcher, starter.key):
+        return True
+    raise UserError(
+        f"{starter.program} has started {processes} processes, and each of them would start all "
+        f"ranks; remove {starter.program}, or let it start the ranks: {starter.program} kerple "
+        f"train (or python train.py) with {starter.key}: true (docs/clusters.md)"
     )
-    for name, is_set, variable in started_by:
-        processes = int(os.environ.get(variable, "1"))
-        if (is_set or launcher.launcher == name) and processes > 1:
-            raise UserError(
-                f"launcher {name}: each of the {processes} processes would start all ranks; start "
-                "the script itself, such as train.py, without deepy.py or kerple train "
-                "(docs/clusters.md)"
-            )
 
 
 def _run_on_other_hosts(
     config: Config, resources: Resources, arguments: DeepyArguments, prefixes: Sequence[str]
 ) -> int:
-    """Start the ranks with config.launcher.launcher and wait for them; returns the exit status.
+    """Start the ranks with config.launcher.launcher and wait for them; returns the exit status. A
+    dry run only prints the commands.
 
     Raises UserError, before anything is started, if a host cannot be reached or lacks the project
     or a dataset.
@@ -194,7 +226,7 @@ def _run_on_other_hosts(
         launcher.launcher != "slurm" and "SLURM_JOB_ID" not in os.environ
     )
     first_address = None
-    if needs_ssh and not launcher.no_ssh_check:
+    if needs_ssh and not launcher.no_ssh_check and not arguments.dry_run:
         files = [sys.executable, arguments.program[0]]
         for prefix in prefixes:
             files += [str(bin_path(prefix).absolute()), str(idx_path(prefix).absolute())]
@@ -213,9 +245,26 @@ def _run_on_other_hosts(
                 "(docs/clusters.md)",
                 flush=True,
             )
-        return run_pdsh(make_nodes(resources, address, port), command, variables, os.environ)
-    if launcher.launcher != "slurm":  # with Slurm, the ranks compute both from Slurm's variables
+        nodes = make_nodes(resources, address, port)
+        if not arguments.dry_run:
+            return run_pdsh(nodes, command, variables, os.environ)
+        remote = node_command(nodes, PID_FILE.format("dry-run"), command, variables)
+        for index, node in enumerate(nodes):
+            on_host = remote.replace(" %n ", f" {index} ").replace("%%", "%")
+            _print_command(str(node.host), len(node.slots), on_host)
+        return 0
+
+    # srun and mpirun start every rank. With Slurm, the ranks compute the address and the port from
+    # Slurm's variables.
+    if launcher.launcher != "slurm":
         config = config.updated(master_addr=address, master_port=port)
     command = rank_command(config, arguments.program, arguments.script_options)
     command = job_command(config, resources, list(variables), command)
-    return run_job(command, {**os.environ, **variables}, resources.world_size)
+    if not arguments.dry_run:
+        return run_job(command, {**os.environ, **variables}, resources.world_size)
+    _print_command(", ".join(resources.hosts), resources.world_size, shlex.join(command))
+    return 0
+
+
+def _print_command(hosts: str, ranks: int, command: str) -> None:
+    print(f"{hosts}, {ranks} rank(s): {command}", flush=True)

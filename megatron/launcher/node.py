@@ -263,9 +263,15 @@ def _ended(running: Mapping[int, "subprocess.Popen[bytes]"]) -> list[tuple[int, 
     return sorted(ended, key=lambda each: (each[1], each[0]))
 
 
-def threads_per_process(processes: int) -> int:
-    """The number of threads with which this number of processes uses the cores of this machine."""
-    return max(1, len(os.sched_getaffinity(0)) // processes)
+def rank_environment(environment: Mapping[str, str], slots: Sequence[int]) -> dict[str, str]:
+    """The environment of ranks on these slots: their GPUs, or on the CPU a share of its cores."""
+    result = dict(environment)
+    if result.get("DS_ACCELERATOR") != "cpu":
+        result["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, slots))
+    elif len(slots) > 1:
+        threads = max(1, len(os.sched_getaffinity(0)) // len(slots))
+        result.setdefault("OMP_NUM_THREADS", str(threads))
+    return result
 
 
 def describe_signal(rank: int, host: str, number: int) -> str:
@@ -333,11 +339,7 @@ def main(words: Sequence[str]) -> int:
     """Run the ranks of this host for pdsh."""
     index, nodes, pid_file, *command = words
     node, pid_path = Node(**decode(nodes)[int(index)]), Path(pid_file + index)
-    environment = dict(os.environ)
-    if environment.get("DS_ACCELERATOR") != "cpu":
-        environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, node.slots))
-    elif len(node.slots) > 1:
-        environment.setdefault("OMP_NUM_THREADS", str(threads_per_process(len(node.slots))))
+    environment = rank_environment(os.environ, node.slots)
     copies = []
     (output_source, output), (errors_source, errors) = os.pipe(), os.pipe()
     for source, target in ((output_source, 1), (errors_source, 2)):

@@ -9,6 +9,7 @@ import signal
 import threading
 import time
 from collections.abc import Mapping, MutableMapping
+from typing import NamedTuple
 
 from megatron.config import Config
 from megatron.launcher.node import LAUNCHER_VARIABLE
@@ -19,9 +20,68 @@ DEFAULT_PORT = 29500
 LAUNCHER_DIED = signal.SIGUSR2
 _SECONDS_TO_SAVE = 300
 
-# Rank, rank on this node and number of processes, as srun and Open MPI pass them.
-_SLURM_VARIABLES = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_NUM_TASKS")
-_MPI_VARIABLES = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_SIZE")
+
+class Starter(NamedTuple):
+    """A program that can start the ranks itself, without deepy.py.
+
+    Attributes:
+        program: its name.
+        key: the key which says that it has started the ranks.
+        variables: what it sets for each of them: rank, rank on this node, and number of processes.
+    """
+
+    program: str
+    key: str
+    variables: tuple[str, str, str]
+
+    def has_started(self, environment: Mapping[str, str]) -> bool:
+        """Whether the program has started this process.
+
+        Slurm also sets a rank in the shell of sbatch, and one process in the interactive shell of
+        salloc; the number of processes in the job (SLURM_NTASKS) tells the latter from a rank.
+        """
+        if not all(name in environment for name in self.variables):
+            return False
+        number = environment[self.variables[-1]]
+        return self.program != "srun" or environment.get("SLURM_NTASKS", number) == number
+
+
+# `launcher` -> what starts the ranks.
+STARTERS = {
+    "slurm": Starter(
+        "srun", "deepspeed_slurm", ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_NUM_TASKS")
+    ),
+    "openmpi": Starter(
+        "mpirun",
+        "deepspeed_mpi",
+        ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_SIZE"),
+    ),
+}
+
+
+def find_starter(config: Config, environment: Mapping[str, str]) -> Starter | None:
+    """The program that has started this process, if the configuration names it."""
+    launcher = config.launcher
+    for name, starter in STARTERS.items():
+        is_named = launcher.launcher == name or getattr(launcher, starter.key)
+        if is_named and starter.has_started(environment):
+            return starter
+    return None
+
+
+def check_starter(config: Config, environment: Mapping[str, str]) -> None:
+    """Raises UserError if deepspeed_slurm or deepspeed_mpi is set, but neither srun nor mpirun has
+    started this process: it would be the only rank.
+    """
+    for name, starter in STARTERS.items():
+        is_set = getattr(config.launcher, starter.key)
+        if is_set and find_starter(config, environment) is None:
+            raise UserError(
+                f"{starter.key} is true, but {starter.program} has not started this process; put "
+                f"{starter.program} before the command, let deepy.py or kerple train start "
+                f"{starter.program} (launcher: {name}), or set {starter.key} to false "
+                "(docs/clusters.md)"
+            )
 
 
 def set_rank_variables(config: Config, environment: MutableMapping[str, str]) -> None:
@@ -32,36 +92,33 @@ def set_rank_variables(config: Config, environment: MutableMapping[str, str]) ->
     Slurm nor MPI, or if there is only one process, which needs no port. With Slurm, rank 0 is on
     the first node of the step. Raises UserError if the address of rank 0 is unknown.
     """
-    launcher = config.launcher
-    if "RANK" in environment:
+    starter = find_starter(config, environment)
+    if "RANK" in environment or starter is None:
         return
-    families = []
-    if launcher.deepspeed_slurm or launcher.launcher == "slurm":
-        families.append(_SLURM_VARIABLES)
-    if launcher.deepspeed_mpi or launcher.launcher == "openmpi":
-        families.append(_MPI_VARIABLES)
-    for names in families:
-        if not all(name in environment for name in names):
-            continue
-        rank, local_rank, world_size = (environment[name] for name in names)
-        if int(world_size) == 1:
-            return
+    rank, local_rank, world_size = (environment[name] for name in starter.variables)
+    if int(world_size) == 1:
+        return
 
-        # Rank 0 is on the first host of a Slurm step. Other launchers must name its address.
-        address = launcher.master_addr or environment.get("MASTER_ADDR")
-        if address is None and names is _SLURM_VARIABLES and "SLURM_STEP_NODELIST" in environment:
+    # Rank 0 is on the first host of a Slurm step. Other launchers must name its address.
+    launcher = config.launcher
+    address = launcher.master_addr or environment.get("MASTER_ADDR")
+    default_port = DEFAULT_PORT
+    if starter.program == "srun":
+        default_port = slurm_port(environment)
+        if address is None and "SLURM_STEP_NODELIST" in environment:
             address = first_host(environment["SLURM_STEP_NODELIST"])
-        if address is None:
-            raise UserError(
-                f"{world_size} processes, but the address of rank 0 is unknown; set master_addr"
-            )
-        environment.update(
-            RANK=rank, LOCAL_RANK=local_rank, WORLD_SIZE=world_size, MASTER_ADDR=address
+    if address is None:
+        raise UserError(
+            f"{world_size} processes, but the address of rank 0 is unknown; set master_addr"
         )
-        default = slurm_port(environment) if names is _SLURM_VARIABLES else DEFAULT_PORT
-        port = launcher.master_port or environment.get("MASTER_PORT", default)
-        environment["MASTER_PORT"] = str(port)
-        return
+    port = launcher.master_port or environment.get("MASTER_PORT", default_port)
+    environment.update(
+        RANK=rank,
+        LOCAL_RANK=local_rank,
+        WORLD_SIZE=world_size,
+        MASTER_ADDR=address,
+        MASTER_PORT=str(port),
+    )
 
 
 def slurm_port(environment: Mapping[str, str]) -> int:

@@ -62,26 +62,28 @@ def find_resources(config: Config) -> Resources:
         )
     if hostfile is None and Path(default).is_file():
         hostfile = default
-    needs_hostfile = launcher.num_nodes > 1 or launcher.force_multi or launcher.launcher != "pdsh"
-    if hostfile == MOCK_HOSTFILE and not needs_hostfile and not Path(hostfile).exists():
+    needed_by = None
+    if launcher.num_nodes > 1:
+        needed_by = f"num_nodes {launcher.num_nodes}"
+    elif launcher.force_multi:
+        needed_by = "force_multi"
+    elif launcher.launcher != "pdsh":
+        needed_by = f"launcher {launcher.launcher}"
+    if hostfile == MOCK_HOSTFILE and needed_by is None and not Path(hostfile).exists():
         print(
             f"deepy: hostfile {hostfile} does not exist; using only this machine, as GPT-NeoX does",
             flush=True,
         )
         hostfile = None
+
+    # Its hosts, or this machine.
     if hostfile is not None:
         resources = _resources_of_hostfile(config, hostfile)
         return resources if uses_other_hosts(config, resources) else _on_this_machine(resources)
-    if launcher.num_nodes > 1:
-        key = f"num_nodes {launcher.num_nodes}"
-    elif launcher.force_multi:
-        key = "force_multi"
-    elif launcher.launcher != "pdsh":
-        key = f"launcher {launcher.launcher}"
-    else:
+    if needed_by is None:
         return _resources_of_this_machine(config)
     raise UserError(
-        f"{key} needs a hostfile with one `HOST slots=N` line per node "
+        f"{needed_by} needs a hostfile with one `HOST slots=N` line per node "
         "(on Slurm: scontrol show hostnames | sed 's/$/ slots=8/' > hostfile); set hostfile"
     )
 
@@ -97,8 +99,8 @@ def uses_other_hosts(config: Config, resources: Resources) -> bool:
     return several or not _is_this_machine(resources.hosts[0])
 
 
-def check_launcher(config: Config, resources: Resources) -> None:
-    """Raises UserError if the launcher is not installed, or cannot start these ranks."""
+def check_installed(config: Config) -> None:
+    """Raises UserError if the launcher is not installed."""
     launcher = config.launcher.launcher
     program = PROGRAMS[launcher]
     if shutil.which(program) is None:
@@ -108,7 +110,11 @@ def check_launcher(config: Config, resources: Resources) -> None:
             f"set launcher to one of {alternatives}"
         )
 
+
+def check_slots(config: Config, resources: Resources) -> None:
+    """Raises UserError if the launcher cannot start these ranks."""
     # Slurm and MPI number the slots themselves.
+    launcher = config.launcher.launcher
     if launcher == "pdsh":
         return
     for host, slots in resources.slots.items():
@@ -137,8 +143,8 @@ def _is_this_machine(host: str) -> bool:
         return host == socket.gethostname()
 
 
-def read_hostfile(path: str) -> dict[str, int]:
-    """Host -> number of slots, in the order of the file: one `HOST slots=N` per line, # starts a
+def read_hostfile(path: str) -> dict[str, list[int]]:
+    """Host -> slots from 0, in the order of the file: one `HOST slots=N` per line, # starts a
     comment.
 
     Raises UserError if the file cannot be read, or a line is wrong.
@@ -151,7 +157,7 @@ def read_hostfile(path: str) -> dict[str, int]:
         ) from error
 
     # A line per host, with the number of its slots.
-    hosts: dict[str, int] = {}
+    hosts: dict[str, list[int]] = {}
     for number, line in enumerate(lines, start=1):
         line = line.partition("#")[0].strip()
         if not line:
@@ -170,7 +176,7 @@ def read_hostfile(path: str) -> dict[str, int]:
             raise UserError(
                 f"hostfile {path}, line {number}: {match[1]} was listed before; add up its slots"
             )
-        hosts[match[1]] = int(match[2])
+        hosts[match[1]] = list(range(int(match[2])))
     if not hosts:
         raise UserError(f"hostfile {path} lists no host; expected one HOST slots=N per line")
     return hosts
@@ -179,21 +185,19 @@ def read_hostfile(path: str) -> dict[str, int]:
 def _resources_of_hostfile(config: Config, hostfile: str) -> Resources:
     # include and exclude select first, then num_nodes and num_gpus.
     launcher = config.launcher
-    pool = read_hostfile(hostfile)
-    slots = _select({host: list(range(count)) for host, count in pool.items()}, config, hostfile)
+    slots = _select(read_hostfile(hostfile), config, hostfile)
     if launcher.num_nodes > len(slots):
         raise UserError(
             f"num_nodes is {launcher.num_nodes}, but {hostfile} lists {len(slots)} host(s)"
         )
     if launcher.num_nodes > 0:
         slots = dict(list(slots.items())[: launcher.num_nodes])
-    if launcher.num_gpus is not None:
-        count = launcher.num_gpus
+    count = launcher.num_gpus
+    if count is not None:
         too_small = [host for host, indices in slots.items() if len(indices) < count]
         if too_small:
             raise UserError(
-                f"num_gpus is {launcher.num_gpus}, but {', '.join(too_small)} has fewer slots in "
-                f"{hostfile}"
+                f"num_gpus is {count}, but {', '.join(too_small)} has fewer slots in {hostfile}"
             )
         slots = {host: indices[:count] for host, indices in slots.items()}
     return Resources(slots, hostfile, on_cpu=False)
@@ -222,30 +226,36 @@ def _select(slots: dict[str, list[int]], config: Config, source: str) -> dict[st
     Raises UserError if a host or slot is not in `slots`, which came from `source`, or if none is
     left.
     """
-    name = "include" if config.launcher.include else "exclude"
-    text = config.launcher.include or config.launcher.exclude
+    name, text = "include", config.launcher.include
+    if not text:
+        name, text = "exclude", config.launcher.exclude
     if text is None:
         return slots
-    named: dict[str, set[int]] = {host: set() for host in slots}
+
+    # The named slots; a host without slots names all of its own.
+    named: set[tuple[str, str]] = set()
     for word in text.split("@"):
         host, _, indices = word.strip().partition(":")
         if host not in slots:
             raise UserError(
                 f"{name}: {host!r} is not a host of {source}, which has {', '.join(slots)}"
             )
-        if not indices:
-            named[host].update(slots[host])
-            continue
-        for index in indices.split(","):
-            if index.strip() not in map(str, slots[host]):
+        known = list(map(str, slots[host]))
+        chosen = known
+        if indices:
+            chosen = indices.split(",")
+        for index in map(str.strip, chosen):
+            if index not in known:
                 raise UserError(
                     f"{name}: {host} has no slot {index!r} in {source}, only {slots[host]}"
                 )
-            named[host].add(int(index))
-    kept = {}
+            named.add((host, index))
+
+    kept: dict[str, list[int]] = {}
     for host, all_slots in slots.items():
-        kept[host] = [i for i in all_slots if (i in named[host]) == (name == "include")]
-    kept = {host: indices for host, indices in kept.items() if indices}
+        for slot in all_slots:
+            if ((host, str(slot)) in named) == (name == "include"):
+                kept.setdefault(host, []).append(slot)
     if not kept:
         raise UserError(f"{name} {text} leaves no slot of {source}")
     return kept

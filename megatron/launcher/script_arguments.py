@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 
 from megatron.config import Config, load_config
 from megatron.launcher.node import decode
-from megatron.launcher.rank import follow_launcher, set_rank_variables
+from megatron.launcher.rank import check_starter, follow_launcher, set_rank_variables
 from megatron.utils.command_line import (
     OptionParser,
     add_key_options,
@@ -41,8 +41,8 @@ def parse_arguments(
         argv: the words after the script's name; by default those of this process.
         add_options: adds the script's own options to the parser.
 
-    Raises UserError if the configuration is wrong. (An invalid option prints the usage and exits
-    with status 2.)
+    Raises UserError if the configuration is wrong, or as `check_starter`. (An invalid option prints
+    the usage and exits with status 2.)
     """
     if argv is None:
         argv = sys.argv[1:]
@@ -60,6 +60,8 @@ def parse_arguments(
         if not options.files:
             parser.error("no configuration files were given")
         config = load_config(options.files, options.conf_dir, overrides)
+        if "RANK" not in os.environ:
+            check_starter(config, os.environ)
     become_rank(config, started_by_deepy=options.neox_config is not None)
     if options.neox_config is None and os.environ.get("RANK", "0") == "0":
         print_notices(config)

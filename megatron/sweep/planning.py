@@ -363,14 +363,20 @@ def plan(sweep: Sweep) -> list[SweepRun]:
 
 
 def _check_keys(run: SweepRun) -> None:
-    """Raises UserError if a run has nothing to train or no valid batch size, or if it should start
-    from another checkpoint than the last one in its folder.
+    """Raises UserError if a run has nothing to train or no valid batch size, if its ranks should be
+    started by another program, or if it should start from another checkpoint than the last one in
+    its folder.
     """
     if not run.steps:
         raise UserError(
             f"train_iters is {run.config.schedule.train_iters}; set it to the number of iterations"
         )
     run.config.batch.resolve(run.config.parallel.data_parallel_size(run.num_gpus))
+    for key in ("deepspeed_slurm", "deepspeed_mpi"):
+        if getattr(run.config.launcher, key):
+            raise UserError(
+                f"{key} cannot be used in a sweep, which starts the ranks of its runs; remove it"
+            )
     settings = run.config.checkpoint
     if settings.finetune:
         raise UserError("finetune cannot be used in a sweep; remove it, or finetune with train.py")

@@ -216,22 +216,19 @@ def test_second_signal_kills_ranks_that_do_not_stop(launcher, start):
     assert "SIGINT again: killing all processes" in run.output
 
 
-@pytest.mark.parametrize("command", ["srun .. train.py", "exec .. deepy.py"])
+@pytest.mark.parametrize("command", ["train.py", "kerple_command.py train", "deepy.py train.py"])
 def test_sbatch(command, cluster, tmp_path, data_path, expected_losses):
     (port,) = free_ports(1)
     settings = training_settings(tmp_path, data_path, train_iters=100_000, master_port=port, **KEYS)
     (tmp_path / "config.yml").write_text(json.dumps(settings))
-    if command.startswith("srun"):
-        line = (
-            f"srun --kill-on-bad-exit=1 {sys.executable} {ROOT}/train.py config.yml --set "
-            "deepspeed_slurm=true\n"
-        )
+    line = f"{sys.executable} {ROOT}/{command} config.yml --set "
+    if command.startswith("deepy.py"):
+        hostfile = "scontrol show hostnames | sed 's/$/ slots=1/' > hostfile"
+        line = f"{hostfile}\nexec {line} hostfile=hostfile launcher=slurm\n"
     else:
-        line = (
-            "scontrol show hostnames | sed 's/$/ slots=1/' > hostfile\n"
-            f"exec {sys.executable} {ROOT}/deepy.py train.py config.yml --set hostfile=hostfile "
-            "launcher=slurm\n"
-        )
+        # Only srun starts ranks, so the first command is an error.
+        line += "deepspeed_slurm=true"
+        line = f"{line} && exit 1\nsrun --kill-on-bad-exit=1 {line}\n"
     options = "--nodes=2 --ntasks-per-node=1 --output=output --open-mode=append"
     (tmp_path / "job.sh").write_text(f"#!/bin/bash\n#SBATCH {options}\n{line}")
     output = tmp_path / "output"
@@ -242,6 +239,8 @@ def test_sbatch(command, cluster, tmp_path, data_path, expected_losses):
     cluster.run_in(tmp_path, ["scancel", "--signal=TERM", job]).wait()
     wait_for_none(tmp_path)
     assert "received a signal to stop" in output.read_text()
+    expected_errors = 0 if command.startswith("deepy.py") else 1
+    assert output.read_text().count("error: deepspeed_slurm") == expected_errors
     assert len(saved_iterations(tmp_path / "checkpoints")) == 1
     losses = metrics(tmp_path)
     assert {step: losses[step] for step in range(1, 6)} == pytest.approx(expected_losses, abs=1e-4)

@@ -224,11 +224,14 @@ class LauncherConfig(ConfigSection):
         "(docs/clusters.md).",
     )
     deepspeed_slurm: bool = field(
-        False, "True: srun has started the ranks, without deepy.py. Implied by `launcher: slurm`."
+        False,
+        "True: every task of srun is a rank; without srun, this is an error. Implied by "
+        "`launcher: slurm`, with which deepy.py starts srun.",
     )
     deepspeed_mpi: bool = field(
         False,
-        "True: mpirun has started the ranks, without deepy.py. Implied by `launcher: openmpi`.",
+        "True: every process of mpirun is a rank; without mpirun, this is an error. Implied by "
+        "`launcher: openmpi`, with which deepy.py starts mpirun.",
     )
     force_multi: bool = field(False, "True: use the multi-node launcher even for one node.")
     no_ssh_check: bool = field(

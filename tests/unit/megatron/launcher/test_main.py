@@ -36,6 +36,7 @@ def test_command_line(tmp_path, monkeypatch):
     assert (arguments.files, arguments.config_dir) == (["a.yml", "b"], "configs")
     assert arguments.overrides == ["x=1", "y=2"]
     assert arguments.script_options == ["--lengths", "8", "c", "-d", "z"]
+    assert not arguments.dry_run
     words = [
         "mine.py",
         "a",
@@ -97,20 +98,19 @@ def test_folder_of_the_configuration_files(words):
             ],
             "hostfile nowhere: No such file",
         ),
-        (["script.py", "model", "--set", "deepspeed_slurm=true"], "slurm: each of the 2 processes"),
-        (["script.py", "model", "--set", "launcher=slurm"], "slurm: each of the 2 processes"),
+        (["script.py", "model", "--set", "deepspeed_slurm=true"], "srun has started 2 processes"),
+        (["script.py", "model", "--set", "launcher=slurm"], "srun has started 2 processes"),
     ],
 )
 def test_errors_come_before_anything_is_started(tmp_path, monkeypatch, capsys, words, message):
     (tmp_path / "script.py").write_text("")
     write_yaml(tmp_path / "model.yml", MINIMAL)
     monkeypatch.chdir(tmp_path)
-    for name, value in {
-        "DS_ACCELERATOR": "cpu",
-        "SLURM_STEP_NUM_TASKS": "2",
-        "OMPI_COMM_WORLD_SIZE": "1",
-    }.items():
-        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    for name, value in {"PROCID": "1", "LOCALID": "1", "STEP_NUM_TASKS": "2"}.items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    for name, value in {"RANK": "0", "LOCAL_RANK": "0", "SIZE": "1"}.items():
+        monkeypatch.setenv(f"OMPI_COMM_WORLD_{name}", value)
     monkeypatch.setattr(
         "megatron.launcher.main.run_node", lambda *_: pytest.fail("something was started")
     )

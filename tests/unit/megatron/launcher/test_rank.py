@@ -24,7 +24,7 @@ OPEN_MPI = {
     ("keys", "variables"),
     [
         ({"launcher": "slurm"}, SLURM),
-        ({"deepspeed_slurm": True}, SLURM),
+        ({"deepspeed_slurm": True}, {**SLURM, "SLURM_NTASKS": "8"}),
         ({"launcher": "OpenMPI"}, OPEN_MPI),
         ({"deepspeed_mpi": True}, OPEN_MPI),
     ],

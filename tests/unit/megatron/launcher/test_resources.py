@@ -4,7 +4,13 @@ from pathlib import Path
 
 import pytest
 
-from megatron.launcher.resources import Resources, check_launcher, find_resources, uses_other_hosts
+from megatron.launcher.resources import (
+    Resources,
+    check_installed,
+    check_slots,
+    find_resources,
+    uses_other_hosts,
+)
 from tests.support.configs import make_config
 from tests.support.errors import assert_rejected
 
@@ -175,14 +181,18 @@ def test_other_hosts(tmp_path):
     assert not uses_other_hosts(make_config(), Resources({"localhost": [0]}, None, on_cpu=True))
 
 
-def test_check_launcher(tmp_path, hostfile, monkeypatch):
+def test_a_launcher_that_is_not_installed(monkeypatch):
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    assert_rejected("launcher pdsh", check_installed, make_config())
+    monkeypatch.setattr("shutil.which", lambda name: f"/bin/{name}")
+    check_installed(make_config())
+
+
+def test_slots_that_a_launcher_can_use(hostfile):
     def check(**keys):
         config = make_config(hostfile=hostfile, **keys)
-        check_launcher(config, find_resources(config))
+        check_slots(config, find_resources(config))
 
-    monkeypatch.setattr("shutil.which", lambda name: None)
-    assert_rejected("launcher pdsh", check)
-    monkeypatch.setattr("shutil.which", lambda name: f"/bin/{name}")
     check(include="worker-1:1@worker-2:0,3")
     check(launcher="openmpi", num_gpus=2, num_nodes=1)
     check(launcher="openmpi", include="worker-1:0@worker-2")

@@ -1,3 +1,4 @@
+import os
 from pathlib import Path
 
 import pytest
@@ -99,6 +100,26 @@ def test_notices_come_from_rank_0_only(folder, capsys, monkeypatch, variables):
         ["-d", str(folder), "model", "--set", "deepspeed_slurm=true", "master_addr=node-1"],
     )
     assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {},
+        # The shells of sbatch, and of salloc on the first node.
+        {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NTASKS": "4"},
+        {**SLURM, "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1", "SLURM_NTASKS": "4"},
+    ],
+)
+def test_a_process_that_srun_has_not_started(folder, monkeypatch, variables):
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    for keys in (["deepspeed_slurm=true"], ["deepspeed_slurm=true", "launcher=slurm"]):
+        words = ["-d", str(folder), "model", "--set", *keys]
+        assert_rejected("deepspeed_slurm.*srun.*launcher: slurm", parse_arguments, "a test", words)
+    words = ["-d", str(folder), "model", "--set", "deepspeed_mpi=true"]
+    assert_rejected("deepspeed_mpi.*mpirun.*launcher: openmpi", parse_arguments, "a test", words)
+    assert "RANK" not in os.environ
 
 
 def test_command_line_from_deepy(folder, capsys):

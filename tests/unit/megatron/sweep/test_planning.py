@@ -139,6 +139,7 @@ def test_two_runs_with_the_same_configuration_are_an_error(tmp_path):
         ({"load": "pretrained"}, "pretrained"),
         ({"train-iters": None}, "train_iters"),
         ({"train-iters": 0}, "train_iters"),
+        ({"deepspeed_slurm": True}, "deepspeed_slurm"),
         ({"train_batch_size": None}, "train_batch_size"),
     ],
 )
