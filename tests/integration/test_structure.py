@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.measure import imported_files
+from tools.measure import imported_files, imports_when_loaded, measure_code
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = sorted(
@@ -137,3 +137,17 @@ def test_long_functions_have_comments():
                 if last - first > 30:
                     has_comment = any(line.lstrip().startswith("#") for line in lines[first:last])
                     assert has_comment, f"{path.relative_to(ROOT)}:{node.lineno}: {node.name}"
+
+
+def test_sizes_of_code(tmp_path):
+    """Docstrings, comments and blank lines are no code; a string of two lines is two."""
+    (tmp_path / "a.py").write_text(
+        '"""A module."""\n\n# A comment.\ndef double(x):\n    """Twice."""\n    return [x, x]\n\n\n'
+        'TEXT = """one\ntwo"""\nSIGN = -1 if TEXT else 1\n'
+    )
+    (tmp_path / "b.py").write_text("def none():\n    import json\n    return json\n")
+    sizes = measure_code([tmp_path / "a.py", tmp_path / "b.py"])
+    assert (sizes["files"], sizes["lines"], sizes["code lines"]) == (2, 14, 8)
+    assert (sizes["functions"], sizes["function length, largest"]) == (2, 3)
+    assert sizes["ternaries per 1,000 code lines"] == 125
+    assert imports_when_loaded(tmp_path / "b.py") == set()

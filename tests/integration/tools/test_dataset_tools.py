@@ -183,3 +183,10 @@ def test_merge(tmp_path, run):
     assert status == 0, error
     assert f"{tmp_path / 'merged'}.bin/.idx: 2 documents, " in output
     assert dataset_text(tmp_path / "merged") == "text a\0text b\0"
+
+
+def test_texts_up_to_a_limit():
+    """The text that reaches it is the last one."""
+    texts = ["ab", "é", "ef"]
+    for megabytes, expected in ((None, 3), (3e-6, 2), (4e-6, 2), (4.1e-6, 3), (1e-9, 1)):
+        assert list(train_tokenizer.limit_texts(iter(texts), megabytes)) == texts[:expected]

@@ -56,9 +56,11 @@ def test_the_positions_of_documents_are_those_in_the_documents():
     assert document_positions(ids)[0].tolist() == [0, 1, 0, 1, 2, 2, 3]
 
 
-def test_states_without_a_batch_are_named():
+def test_misplaced_arguments_are_named():
     with pytest.raises(ValueError, match=r"query\[None\]"):
         Attention(KerpleLog(2))(*torch.randn(3, 2, 6, 4))
+    with pytest.raises(TypeError, match="'chunked'"):
+        Attention("chunked", KerpleLog(2))
 
 
 @pytest.mark.parametrize("method", [KerpleLog(2), Rotary(4), XPos(4)])
@@ -75,11 +77,6 @@ def test_documents_of_other_tokens_are_rejected(method):
     assert Attention(method)(*empty, documents=ids[:0]).shape == (0, 2, 7, 4)
     with pytest.raises(ValueError, match="int64"):
         Attention(method)(query.long(), key.long(), value.long())
-
-
-def test_a_backend_in_the_place_of_the_method_is_named():
-    with pytest.raises(TypeError, match="'chunked'"):
-        Attention("chunked", KerpleLog(2))
 
 
 def test_the_package_offers_attention_and_all_methods():

@@ -5,6 +5,8 @@ import torch
 
 from kerple.attention import FULL, Attention, Documents, Span, attend, position_tables
 from kerple.attention.backends import sdpa
+from kerple.attention.call import AttentionCall
+from kerple.attention.parts import run_blocks
 from kerple.positional import ModelShape, TableJacobian, XPos, build, primary_names
 from tests.support.attention import (
     attend_with,
@@ -53,7 +55,7 @@ INTEGERS = torch.zeros(1, 6, dtype=torch.long)
             "document_ids",
         ),
         ({"bias_table": torch.zeros(2, 5)}, r"bias_table \[2, 5\] must be \[2, at least 6\]"),
-        ({"bias_table": torch.zeros(2, 2, 6)}, r"bias_table \[2, 2, 6\]"),
+        ({"bias_table": torch.zeros(2, 6, 6)}, r"bias_table \[2, 6, 6\] must be \[2, at least 6\]"),
         ({"bias_table": torch.zeros(3, 2, 6), "causal": False}, r"bias_table \[3, 2, 6\]"),
         ({"weight_table": torch.zeros(3, 6)}, r"weight_table \[3, 6\]"),
         (
@@ -69,12 +71,6 @@ def test_invalid_arguments_are_named(change, message):
     states = {name: torch.randn(1, 2, 6, 4) for name in ("query", "key", "value")}
     with pytest.raises(ValueError, match=message):
         attend_with(**{**states, **change})
-
-
-def test_tables_of_another_type():
-    states = torch.randn(3, 1, 4, 17, 6)
-    with pytest.raises(ValueError, match=r"tables .*Tensor.*position_tables"):
-        Attention(build("alibi", SHAPE))(*states, tables=torch.zeros(4, 17))
 
 
 def assert_backends_compute(method, states, arguments, expected, leaves):
@@ -225,19 +221,79 @@ def test_attention_in_both_directions(name, options, s, t, window, extra, monkey
     assert_backends_compute(method, unrotated, arguments, expected, leaves)
 
 
-@pytest.mark.parametrize("name", ["cope", "stick_breaking", "forgetting", "cable"])
-def test_methods_without_a_meaning_in_both_directions(name):
-    method, states = build(name, SHAPE), random_states(4, 6, 5)
-    with pytest.raises(ValueError, match=rf"{type(method).__name__} .*kerple_log"):
-        Attention(method)(*states, causal=False)
+BIDIRECTIONAL = build("rpe", SHAPE, bidirectional=True)
 
 
-def test_tables_of_one_direction_are_rejected():
-    method = build("rpe", SHAPE, bidirectional=True)
-    for causal in (False, True):
-        tables = position_tables(method, 17, "cpu", causal=not causal)
-        with pytest.raises(ValueError, match=f"causal={causal}"):
-            Attention(method)(*random_states(4, 6, 17), tables=tables, causal=causal)
+@pytest.mark.parametrize(
+    ("method", "arguments", "message"),
+    [
+        (
+            build("alibi", SHAPE),
+            {"tables": torch.zeros(4, 17)},
+            r"tables .*Tensor.*position_tables",
+        ),
+        *(
+            (build(name, SHAPE), {"causal": False}, f"{class_name} .*kerple_log")
+            for name, class_name in (
+                ("cope", "Cope"),
+                ("stick_breaking", "StickBreaking"),
+                ("forgetting", "Forgetting"),
+                ("cable", "Cable"),
+            )
+        ),
+        *(
+            (
+                BIDIRECTIONAL,
+                {
+                    "tables": position_tables(BIDIRECTIONAL, 17, "cpu", causal=not causal),
+                    "causal": causal,
+                },
+                f"causal={causal}",
+            )
+            for causal in (False, True)
+        ),
+    ],
+)
+def test_arguments_that_do_not_fit_the_method(method, arguments, message):
+    with pytest.raises(ValueError, match=message):
+        Attention(method)(*random_states(4, 6, 17), **arguments)
+
+
+@pytest.mark.parametrize(
+    ("dropped", "span", "documents", "message"),
+    [
+        (2, Span(causal=False), None, "dropped"),
+        (2, FULL, Documents(torch.zeros(1, 6, dtype=torch.long)), "dropped"),
+        (3, Span(block=2), None, "block 2.*3"),
+        (4, Span(block=2), None, None),
+        (3, Span(window=4), None, None),
+    ],
+)
+def test_positions_of_dropped_keys(dropped, span, documents, message):
+    query, key, value = torch.randn(3, 1, 2, 6, 4)
+    states = {"query": query, "key": key, "value": value}
+    call = AttentionCall(**states, scale=1.0, span=span, documents=documents, dropped=dropped)
+    if message is None:
+        assert call.validate() is call
+        return
+    with pytest.raises(ValueError, match=message):
+        call.validate()
+
+
+@pytest.mark.parametrize(
+    ("span", "expected"),
+    [
+        (FULL, slice(0, 5)),
+        (Span(causal=False), slice(0, 9)),
+        (Span(window=2), slice(2, 5)),
+        (Span(window=2, causal=False), slice(2, 6)),
+        (Span(window=9, causal=False), slice(0, 9)),
+    ],
+)
+def test_keys_of_some_queries(span, expected):
+    query, key, value = torch.randn(3, 1, 2, 9, 4)
+    call = AttentionCall(query=query, key=key, value=value, scale=1.0, span=span)
+    assert call.keys(slice(3, 5)) == expected
 
 
 @pytest.mark.parametrize("s", [1, 3, 7])
@@ -256,13 +312,6 @@ def test_queries_whose_biases_are_all_infinite(s):
             assert all(grad.isfinite().all() and not grad[0, 0].any() for grad in grads)
 
 
-def test_a_bias_per_pair_is_named():
-    """It is no table over distance, and says nothing about a transposed query."""
-    states = torch.randn(3, 2, 2, 5, 4)
-    with pytest.raises(ValueError, match=r"bias_table \[2, 5, 5\] must be \[2, at least 5\]"):
-        attend(*states.unbind(), bias_table=torch.zeros(2, 5, 5))
-
-
 @pytest.mark.parametrize("batch", [0, 2])
 def test_blocks_beyond_the_grid_of_a_gpu(batch, monkeypatch):
     """Several calls, each of at most the largest number of rows and heads; also for an
@@ -273,3 +322,13 @@ def test_blocks_beyond_the_grid_of_a_gpu(batch, monkeypatch):
     monkeypatch.setattr("kerple.attention.parts.MAX_BATCH_HEADS", 8)
     torch.testing.assert_close(attend(*states.unbind(), block=4, backend="chunked"), expected)
     assert expected.shape == (batch, 2, 30, 4)
+    rows = []
+
+    def compute(part):
+        rows.append(part.query.shape[0] * part.query.shape[1])
+        return part.query
+
+    query, key, value = states
+    call = AttentionCall(query=query, key=key, value=value, scale=1.0, span=Span(block=4))
+    assert torch.equal(run_blocks(call, 4, compute), query)
+    assert max(rows) == 4 * batch

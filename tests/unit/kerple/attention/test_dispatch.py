@@ -9,6 +9,7 @@ from torch._dynamo.testing import CompileCounter
 
 from kerple.attention import (
     Attention,
+    AttentionCall,
     AttentionMode,
     Documents,
     PositionTables,
@@ -116,18 +117,6 @@ def test_auto_uses_the_fused_kernels_where_they_are_faster(fused_available):
     assert not runs_fused(plain, "auto", on_gpu, (4, 8, 2, 64), plain=True)
 
 
-def test_masks_of_later_calls_are_checked():
-    attention, states = Attention(build("kerple_log", SHAPE)), random_states(6, 6)
-    batch = len(states[0])
-    attention(*states, key_mask=torch.ones(batch, 6, dtype=torch.bool))
-    attention(*states, documents=Documents(torch.zeros(batch, 6, dtype=torch.long)))
-    for mask in (torch.ones(batch, 7, dtype=torch.bool), torch.ones(batch, 6, dtype=torch.long)):
-        with pytest.raises(ValueError, match="key_mask"):
-            attention(*states, key_mask=mask)
-    with pytest.raises(ValueError, match="document_ids"):
-        attention(*states, documents=Documents(torch.zeros(batch, 7, dtype=torch.long)))
-
-
 def test_a_choice_is_made_once_for_each_kind_of_call(calls, monkeypatch):
     """Until a kernel is rejected."""
     choices = []
@@ -148,15 +137,25 @@ def test_a_choice_is_made_once_for_each_kind_of_call(calls, monkeypatch):
 
 
 def test_later_calls_are_validated():
+    """Although the backend of their kind has been chosen."""
     method = build("kerple_log", SHAPE)
-    attention, states = Attention(method), random_states()
+    attention, states = Attention(method), random_states(6, 6)
+    batch = len(states[0])
     tables = position_tables(method, 6, "cpu", with_jacobians=True)
+    mask = torch.ones(batch, 6, dtype=torch.bool)
     attention(*states, tables=tables)
+    attention(*states, key_mask=mask)
+    attention(*states, documents=Documents(mask.long()))
     short = replace(tables.bias_jacobian, directions=tables.bias_jacobian.directions[..., :5])
-    with pytest.raises(ValueError, match="bias_jacobian"):
-        attention(*states, tables=replace(tables, bias_jacobian=short))
-    with pytest.raises(ValueError, match="bias_table"):
-        attention(*states, tables=replace(tables, bias=tables.bias[:, :5]))
+    for arguments, name in (
+        ({"tables": replace(tables, bias_jacobian=short)}, "bias_jacobian"),
+        ({"tables": replace(tables, bias=tables.bias[:, :5])}, "bias_table"),
+        ({"key_mask": mask[:, :5]}, "key_mask"),
+        ({"key_mask": mask.long()}, "key_mask"),
+        ({"documents": Documents(torch.zeros(batch, 7, dtype=torch.long))}, "document_ids"),
+    ):
+        with pytest.raises(ValueError, match=name):
+            attention(*states, **arguments)
 
 
 @pytest.mark.parametrize(
@@ -232,53 +231,66 @@ def test_a_configuration_is_checked_without_triton(monkeypatch):
         attend(*random_states(), backend="fused")
 
 
-def test_tables_that_do_not_fit_the_method_are_rejected():
-    with pytest.raises(ValueError, match=r"bias.*KerpleLog needs one"):
-        Attention(build("kerple_log", SHAPE))(*random_states(), tables=PositionTables())
-    with pytest.raises(ValueError, match=r"bias.*Rotary has none"):
-        Attention(build("rotary", SHAPE))(
-            *random_states(), tables=PositionTables(bias=torch.zeros(2, 6))
-        )
+class Both(PositionalMethod):
+    def modify_scores(self, chunk):
+        return chunk.scores
+
+    def bias(self, distance):
+        return distance
 
 
-def test_a_method_s_table_for_modify_scores_is_required():
-    with pytest.raises(ValueError, match=r"position_tables\(method, 4, device\)"):
-        Attention(build("dape_kerple", SHAPE))(*random_states(), tables=PositionTables(), window=4)
+class Scaled(XPos):
+    def modify_scores(self, chunk):
+        return chunk.scores
 
 
-def test_modify_scores_excludes_other_hooks():
-    class Both(PositionalMethod):
-        def modify_scores(self, chunk):
-            return chunk.scores
-
-        def bias(self, distance):
-            return distance
-
-    class Scaled(XPos):
-        def modify_scores(self, chunk):
-            return chunk.scores
-
-    for method in (Both(), Scaled(4)):
-        with pytest.raises(ValueError, match=f"{type(method).__name__} .*modify_scores"):
-            Attention(method)
+class Weighted(DecayingXPos):
+    def weight(self, distance):
+        return distance
 
 
-def test_decays_that_do_not_fit():
-    class Weighted(DecayingXPos):
-        def weight(self, distance):
-            return distance
+SUMS = torch.zeros(1, 2, 6)
 
-    with pytest.raises(ValueError, match=r"Weighted .*decay.*weight"):
-        Attention(Weighted(4))
-    states, sums = random_states(3, 6), torch.zeros(1, 2, 6)
-    with pytest.raises(ValueError, match=r"decay_sums \[1, 2, 3\] must be \[1, 2, 6\]"):
-        attend_with(*states, decay_sums=sums[..., :3])
-    with pytest.raises(ValueError, match=r"decay_sums.*weight_table.*modify_scores"):
-        attend_with(*states, decay_sums=sums, weight_table=torch.ones(2, 6))
-    with pytest.raises(ValueError, match="decay_sums"):
-        Attention(DecayingXPos(4))(*states)
-    with pytest.raises(ValueError, match="Rotary has no decay"):
-        Attention(build("rotary", SHAPE))(*states, decay_sums=sums)
+
+def attended_by(method, **arguments):
+    return lambda: Attention(method)(*random_states(6, 6), **arguments)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: Attention(Both()), "Both .*modify_scores"),
+        (lambda: Attention(Scaled(4)), "Scaled .*modify_scores"),
+        (lambda: Attention(Weighted(4)), "Weighted .*decay.*weight"),
+        (
+            attended_by(build("kerple_log", SHAPE), tables=PositionTables()),
+            "bias.*KerpleLog needs one",
+        ),
+        (
+            attended_by(build("rotary", SHAPE), tables=PositionTables(bias=torch.zeros(2, 6))),
+            "bias.*Rotary has none",
+        ),
+        (
+            attended_by(build("dape_kerple", SHAPE), tables=PositionTables(), window=4),
+            r"position_tables\(method, 4, device\)",
+        ),
+        (attended_by(DecayingXPos(4)), "decay_sums"),
+        (attended_by(build("rotary", SHAPE), decay_sums=SUMS), "Rotary has no decay"),
+        (
+            lambda: attend_with(*random_states(3, 6), decay_sums=SUMS[..., :3]),
+            r"decay_sums \[1, 2, 3\] must be \[1, 2, 6\]",
+        ),
+        (
+            lambda: attend_with(
+                *random_states(3, 6), decay_sums=SUMS, weight_table=torch.ones(2, 6)
+            ),
+            "decay_sums.*weight_table.*modify_scores",
+        ),
+    ],
+)
+def test_methods_and_tables_that_do_not_fit(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
 
 
 @pytest.mark.parametrize("backend", ["chunked", "reference"])
@@ -398,3 +410,12 @@ def test_random_positions_and_heads_smaller_than_the_hidden_size(name, options):
     method = build(name, shape, **options)
     method.reset_parameters()
     assert non_finite_gradients(method, shape) == []
+
+
+def test_a_limited_number_of_choices_is_remembered(monkeypatch):
+    monkeypatch.setattr(dispatch, "MAX_KINDS", 2)
+    attention = dispatch.Dispatcher()
+    for length in (3, 4, 5, 3):
+        query, key, value = torch.randn(3, 1, 2, length, 4)
+        attention(AttentionCall(query=query, key=key, value=value, scale=1.0))
+        assert len(attention._chosen) <= 2

@@ -13,6 +13,13 @@ def test_documents_of_equal_size_are_one_group():
     assert sizes == [((2, 2), (2, 2)), ((2, 3), (2, 3))]
 
 
+def test_positions_of_the_queries_count():
+    """A cache of attention sinks has a gap between the sinks and the window."""
+    positions = torch.tensor([[0, 1, 10, 11, 12, 13]])
+    ((queries, keys, dropped),) = Documents(torch.zeros(1, 6).long(), positions).groups(q_len=2)
+    assert (queries.tolist(), keys.tolist(), dropped) == ([[0, 1]], [[0, 1, 2, 3, 4, 5]], 8)
+
+
 def test_positions_count_the_tokens_of_a_document():
     ids = torch.tensor([[3, 3, 1, 1, 1, 3], [-1, 0, 0, 2, -1, 2]])
     assert document_positions(ids).tolist() == [[0, 1, 0, 1, 2, 2], [0, 0, 1, 0, 1, 1]]

@@ -18,7 +18,7 @@ def test_mask_and_first_key_follow_the_definition(span):
         == visible.int().argmax(dim=1).tolist()
         == span.first_key(torch.arange(11)).tolist()
     )
-    assert visible.sum(dim=1).max() <= span.max_kv_len(11)
+    assert visible.sum(dim=1).max() == span.max_kv_len(11)
     assert span.mask(range(3), range(3), "meta").device.type == "meta"
 
 
@@ -44,3 +44,17 @@ def test_invalid_spans_are_rejected(sizes, message):
         Span(**sizes)
     with pytest.raises(ValueError, match=message):
         attend(states, states, states, **sizes)
+
+
+@pytest.mark.parametrize(
+    ("span", "window", "expected"),
+    [
+        (FULL, None, FULL),
+        (FULL, 4, Span(window=4)),
+        (Span(window=3), 4, Span(window=3)),
+        (Span(window=5, sinks=1), 4, Span(window=4, sinks=1)),
+        (Span(block=4), None, Span(block=4)),
+    ],
+)
+def test_the_narrower_window_counts(span, window, expected):
+    assert span.within(window) == expected

@@ -40,6 +40,12 @@ def test_rounded_distances_collapse_as_in_the_release():
     assert torch.equal(rounded[:, 4001], rounded[:, 4000])
     assert not torch.equal(exact[:, 4001], exact[:, 4000])
 
+    # The distance itself is rounded: 257 to 256, whose square is 65,536.
+    square = build("kerple_power", SHAPE)
+    torch.nn.init.ones_(square.bias_a)
+    torch.nn.init.constant_(square.bias_p, 2.0)
+    assert tables(square, 258, "cpu", rounded=True)[0][0, 257] == -65_536
+
 
 def test_rounded_tables_are_those_of_bfloat16_arithmetic():
     method = build("kerple_log", SHAPE)

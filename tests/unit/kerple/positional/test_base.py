@@ -80,6 +80,7 @@ YARN = {"scaling": "yarn", "factor": 2, "trained_length": 8}
             ("rotary", {"fraction": fraction}, f"8 times fraction {fraction}")
             for fraction in (0.1, 0.375, 1.5)
         ),
+        ("kerple_lgo", {}, "pos-emb 'kerple_lgo'.*kerple_log"),
         ("rotary", {"base": float("nan")}, "base nan: "),
         ("rotary", {"scaling": "cubic"}, "'cubic'.*llama3"),
         ("rotary", {"factor": 2}, "factor 2.*llama3"),
@@ -251,20 +252,23 @@ def test_a_subclass_that_overrides_the_bias_does_not_inherit_the_jacobian():
     assert jacobians(Steeper(2), 8, "cpu") == (None, None)
 
 
+def of_five_tensors(self, scores, query, query_positions, key_positions, mask, table):
+    return scores
+
+
+OLD_NAMES = ("embeds", "rotates", "has_weight", "modifies_scores", "scales_qk", "has_decay")
+
+
 @pytest.mark.parametrize(
-    "name", ["embeds", "rotates", "has_weight", "modifies_scores", "scales_qk", "has_decay"]
+    ("name", "member", "message"),
+    [
+        *((name, property(lambda self: False), "`hooks`") for name in OLD_NAMES),
+        ("modify_scores", of_five_tensors, "Chunk"),
+    ],
 )
-def test_replaced_members_are_rejected(name):
-    with pytest.raises(TypeError, match=rf"Old: {name} .*`hooks`"):
-        type("Old", (PositionalMethod,), {name: property(lambda self: False)})
-
-
-def test_modify_scores_has_one_argument():
-    def modify_scores(self, scores, query, query_positions, key_positions, mask, table):
-        return scores
-
-    with pytest.raises(TypeError, match=r"Old: modify_scores .*Chunk"):
-        type("Old", (PositionalMethod,), {"modify_scores": modify_scores})
+def test_replaced_members_are_rejected(name, member, message):
+    with pytest.raises(TypeError, match=rf"Old: {name} .*{message}"):
+        type("Old", (PositionalMethod,), {name: member})
 
 
 @pytest.mark.parametrize("name", methods_and_variants())

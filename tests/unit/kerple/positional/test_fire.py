@@ -44,6 +44,15 @@ def test_values_and_gradients(threshold):
     assert_is_formula(method, scores, 3, 4)
 
 
+def test_a_key_after_the_query_takes_its_place():
+    torch.manual_seed(0)
+    method, positions = Fire(3, threshold=2.0).double(), torch.arange(9)
+    like = torch.zeros((), dtype=torch.float64)
+    causal = method.pair_bias(positions, positions, like)
+    expected = torch.where(positions[:, None] >= positions, causal, causal.transpose(1, 2))
+    torch.testing.assert_close(method.pair_bias(positions, positions, like, causal=False), expected)
+
+
 def test_initial_values():
     method = Fire(12)
     assert method.c.tolist() == pytest.approx([0.1])

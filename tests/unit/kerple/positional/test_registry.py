@@ -57,11 +57,6 @@ def test_every_method_has_statistics_per_head(name):
     )
 
 
-def test_an_unknown_name_is_rejected_with_similar_ones():
-    with pytest.raises(ValueError, match=r"pos-emb 'kerple_lgo'.*kerple_log"):
-        build("kerple_lgo", SHAPE)
-
-
 @pytest.mark.usefixtures("restored_registry")
 def test_a_name_cannot_be_registered_twice():
     with pytest.raises(ValueError, match=r"pos-emb 'alibi'.*kerple\.positional\.alibi\.Alibi"):

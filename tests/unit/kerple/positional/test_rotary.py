@@ -154,6 +154,10 @@ def test_frequencies_are_those_of_transformers(size, base, factor):
                 **options,
             ),
         )
+    # Longer than the longest wavelength: the mixture ends at the last index.
+    long = {"original_max_position_embeddings": 10**6}
+    method = Rotary(size, 10**6, base=4.0, scaling="yarn", factor=factor)
+    assert_frequencies(method, *transformers_frequencies("yarn", size, 4.0, factor=factor, **long))
     from_model, explicit = (
         Rotary(
             size, maximum, base=base, scaling="yarn", factor=factor, trained_length=trained

@@ -62,6 +62,11 @@ def test_bias_is_the_table_times_the_root_of_the_head_size():
     torch.testing.assert_close(method.weight.grad.double(), expected, rtol=1e-5, atol=1e-5)
     assert method.bias(distance.reshape(3, 100)).shape == (3, 3, 100)
 
+    # From the first distance of the last bucket on, the gradient is that of one coefficient.
+    jacobian = method.bias_jacobian(distance)
+    assert jacobian.dense == rows.tolist().index(31)
+    assert torch.equal(bias[:, jacobian.dense], jacobian.coefficients[:, 0])
+
 
 def test_the_table_has_its_name_in_checkpoints_and_is_xavier_normal():
     method = T5(num_heads=3000, head_size=64)

@@ -238,21 +238,31 @@ def test_methods_without_positions_are_rejected():
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("name", "options", "message"),
     [
-        ({"random_length": 7}, "random_range"),
-        ({"random_range": 5}, "random_length 6.*random_range 5"),
-        ({"random_range": 9.5}, r"random_range 9\.5"),
-        ({"random_range": 9, "random_length": 0}, "random_length 0"),
+        ("rotary", {"random_length": 7}, "random_range"),
+        ("rotary", {"random_range": 5}, "random_length 6.*random_range 5"),
+        ("rotary", {"random_range": 9.5}, r"random_range 9\.5"),
+        ("rotary", {"random_range": 9, "random_length": 0}, "random_length 0"),
         (
+            "rotary",
             {"random_range": 9, "scaling": "dynamic", "factor": 2},
             "Rotary needs consecutive positions",
         ),
+        ("per_layer", {"methods": []}, r"methods \[\]"),
+        ("per_layer", {"methods": "rotary"}, "'rotary'"),
+        ("per_layer", {"methods": [{"rotary": {}, "none": {}}]}, "{'rotary': {}, 'none': {}}"),
+        ("per_layer", {"methods": [{"rotary": 3}]}, "{'rotary': 3}"),
+        ("per_layer", {"methods": [3]}, "methods: 3 "),
+        ("per_layer", {"methods": ["rotray"]}, "pos-emb 'rotray'"),
+        ("per_layer", {"methods": ["none", "learned"]}, "learned"),
+        ("per_layer", {"methods": ["per_layer"]}, "per_layer"),
+        ("per_layer", {"methods": [{"rotary": {"fractoin": 1}}]}, "Rotary.*'fractoin'"),
     ],
 )
-def test_invalid_options_are_rejected(options, message):
+def test_invalid_options_are_rejected(name, options, message):
     with pytest.raises(ValueError, match=message):
-        build("rotary", SHAPE, **options)
+        build(name, SHAPE, **options)
 
 
 LAYERS = ModelShape(num_heads=2, head_size=8, hidden_size=16, num_layers=5, max_positions=16)
@@ -304,22 +314,3 @@ def test_random_positions_advance():
         method.begin_step(step)
         results.append(method.rotate(states, states, positions, positions)[0])
     assert not torch.equal(*results)
-
-
-@pytest.mark.parametrize(
-    ("methods", "message"),
-    [
-        ([], r"methods \[\]"),
-        ("rotary", "'rotary'"),
-        ([{"rotary": {}, "none": {}}], "{'rotary': {}, 'none': {}}"),
-        ([{"rotary": 3}], "{'rotary': 3}"),
-        ([3], "methods: 3 "),
-        (["rotray"], "pos-emb 'rotray'"),
-        (["none", "learned"], "learned"),
-        (["per_layer"], "per_layer"),
-        ([{"rotary": {"fractoin": 1}}], "Rotary.*'fractoin'"),
-    ],
-)
-def test_invalid_lists_are_rejected(methods, message):
-    with pytest.raises(ValueError, match=message):
-        build_layers("per_layer", LAYERS, methods=methods)

@@ -1,6 +1,7 @@
 """Attention with a method in models of transformers, compared with a float64 reference."""
 
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -9,6 +10,8 @@ from transformers import DynamicCache
 
 from kerple.positional import ModelShape, build, primary_names
 from kerple.transformers import use_positional
+from kerple.transformers.attention import attention_forward
+from kerple.transformers.mask import attention_mask
 from tests.support.model_families import (
     DECODERS,
     IN_FLOAT64,
@@ -172,3 +175,12 @@ def test_every_method(method, own_positions):
     found.append(torch.cat(parts, dim=1))
     for each in found:
         assert (each - expected).abs().max() / expected.std() < 1e-4
+
+
+def test_a_mask_for_more_keys_than_there_are():
+    query, key, value = torch.randn(3, 1, 2, 3, 4)
+    attend = partial(attention_forward, torch.nn.Module(), query, key, value)
+    with pytest.raises(ValueError, match=r"3 keys.* for 5"):
+        attend(attention_mask(1, 3, 5, q_offset=2))
+    context, _ = attend(attention_mask(1, 3, 3))
+    assert context.shape == (1, 3, 2, 4)

@@ -5,8 +5,13 @@ import copy
 import pytest
 import torch
 from transformers import StaticCache
+from transformers.masking_utils import (
+    sliding_window_bidirectional_mask_function,
+    sliding_window_causal_mask_function,
+)
 
 from kerple.transformers import use_positional
+from kerple.transformers.mask import attention_mask
 from tests.support.model_families import (
     TOLERANCE,
     VOCABULARY,
@@ -105,3 +110,21 @@ def test_probabilities_with_padding_between_tokens(name):
     if name != "t5":
         found = found[inputs["attention_mask"].bool()]
     assert (found - expected).abs().max() / expected.std() < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("function", "causal", "window"),
+    [
+        (sliding_window_causal_mask_function(4), True, 4),
+        (sliding_window_bidirectional_mask_function(4), False, 5),
+        (lambda row, head, query, key: (query - key).abs() <= 2, False, 3),
+        (lambda row, head, query, key: (query - key).abs() <= 7, False, None),
+    ],
+)
+def test_windows_are_found(function, causal, window):
+    """transformers counts the query's own position, the distance, or the keys on both sides. Any
+    other window is a matrix.
+    """
+    visible = attention_mask(1, 12, 12, mask_function=function, local_size=4).visible
+    assert (visible.causal, visible.window) == (causal, window)
+    assert (visible.dense is None) == (window is not None)

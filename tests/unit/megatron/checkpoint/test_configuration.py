@@ -1,17 +1,25 @@
 """The configuration saved with a checkpoint, and its comparison with another one."""
 
 import json
+import re
+from functools import partial
 
 import pytest
+import torch
 
 from megatron.checkpoint.configuration import (
+    check_trained_data,
+    check_trained_tokenizer,
     checkpoint_config,
     model_differences,
     replaces_positional_method,
 )
+from megatron.checkpoint.directory import STATE_FILE
 from megatron.checkpoint.manifest import find_damage, read_manifest, write_manifest_of_folder
 from megatron.config import Config
+from megatron.tokenizer.tokenizer import CharLevelTokenizer
 from tests.support.checkpoints import settings_of, write_checkpoint
+from tests.support.errors import assert_rejected
 
 
 def test_a_checkpoint_cannot_choose_code_or_files(tmp_path):
@@ -136,3 +144,21 @@ def test_another_positional_method_or_other_parameters(before, after, expected):
         for pos_emb, options in (before, after)
     )
     assert replaces_positional_method(saved, config) == expected
+
+
+def test_the_trained_tokenizer():
+    check = partial(check_trained_tokenizer, tokenizer=CharLevelTokenizer(), place="run")
+    for trained in (None, CharLevelTokenizer().fingerprint):
+        check(trained, allowed=False)
+    check("0" * 64, allowed=True)
+    assert_rejected("^run: .*000000000000.*CharLevelTokenizer", check, "0" * 64, allowed=False)
+
+
+def test_the_trained_data(tmp_path):
+    """A dataset is known by its contents; other contents under the same path are an error."""
+    first, moved, new = (str(tmp_path / name) for name in ("a", "b", "c"))
+    assert check_trained_data(tmp_path, {first: "1"}) == []
+    torch.save({"training": {"data": {first: "1"}}}, tmp_path / STATE_FILE)
+    assert check_trained_data(tmp_path, {first: "1", moved: "1", new: "2"}) == [new]
+    for prefix in (first, str(tmp_path / "x" / ".." / "a")):
+        assert_rejected(re.escape(prefix), check_trained_data, tmp_path, {prefix: "2"})

@@ -37,12 +37,9 @@ def test_shards_are_concatenated_where_their_sizes_add_up(dim):
     assert torch.equal(merge_shards("w", full.chunk(2, dim), full.shape, WHERE), full)
 
 
-def test_equal_shapes_are_replicas():
+def test_shards_of_other_sizes_are_replicas_or_do_not_fit():
     shards = [torch.ones(3), torch.ones(3)]
     assert merge_shards("bias", shards, torch.Size([3]), WHERE) is shards[0]
-
-
-def test_shapes_that_do_not_fit_are_both_named():
     with pytest.raises(CheckpointError, match=r"layer_02.*2, 3.*4"):
         merge_shards("w", [torch.ones(2, 3)] * 2, torch.Size([4, 4]), WHERE)
 

@@ -3,9 +3,15 @@
 import json
 
 import pytest
+import torch
 
-from megatron.checkpoint.directory import MANIFEST
-from megatron.checkpoint.manifest import find_damage, find_valid_step, read_manifest
+from megatron.checkpoint.directory import MANIFEST, STATE_FILE
+from megatron.checkpoint.manifest import (
+    find_damage,
+    find_valid_step,
+    read_manifest,
+    write_manifest_of_folder,
+)
 from megatron.checkpoint.storage import CheckpointError
 from tests.support.checkpoint_folders import flip_bit, save
 
@@ -37,15 +43,12 @@ def test_latest_that_names_a_missing_checkpoint(tmp_path):
     assert find_valid_step(tmp_path, fallback=True, report=lambda text: None).name == "global_step1"
 
 
-def test_an_iteration_without_checkpoint(tmp_path):
+def test_no_checkpoint_in_the_place_of_another(tmp_path):
+    """One of another iteration, or a damaged one, is no fallback."""
     save(tmp_path, 1)
     for fallback in (False, True):
         with pytest.raises(CheckpointError, match=r"iteration 2; available: 1$"):
             find_valid_step(tmp_path, 2, fallback=fallback)
-
-
-def test_no_other_valid_checkpoint(tmp_path):
-    save(tmp_path, 1)
     flip_bit(tmp_path / "global_step1" / "weights.pt")
     with pytest.raises(CheckpointError, match=r"weights\.pt"):
         find_valid_step(tmp_path, fallback=True)
@@ -57,6 +60,28 @@ def test_a_file_that_was_not_saved(name, tmp_path):
     (tmp_path / "global_step1" / name).write_text("{}")
     with pytest.raises(CheckpointError, match=name):
         find_valid_step(tmp_path)
+
+
+def test_a_fallback_is_of_the_same_run(tmp_path):
+    """The damaged checkpoint continues iteration 10, not that of an abandoned branch."""
+    for iteration in (10, 20, 30):
+        save(tmp_path, iteration)
+    step = tmp_path / "global_step30"
+    torch.save({"training": {"lineage": [10, 30]}}, step / STATE_FILE)
+    assert STATE_FILE in find_damage(step)  # a file that is not in the manifest
+    found = find_valid_step(tmp_path, fallback=True, report=lambda text: None)
+    assert found.name == "global_step10"
+
+
+def test_a_manifest_of_a_folder_lists_its_files(tmp_path):
+    """Without itself, and without hidden files."""
+    save(tmp_path, 1)
+    step = tmp_path / "global_step1"
+    (step / "._weights.pt").write_bytes(b"of macOS")
+    for _ in range(2):
+        write_manifest_of_folder(step, 1)
+        assert set(read_manifest(step)) == {"weights.pt", "configs/config.yml"}
+    assert find_damage(step) is None
 
 
 def test_ranks_share_the_verification(tmp_path):

@@ -6,10 +6,14 @@ import pytest
 import torch
 
 from megatron.checkpoint import saving
-from megatron.checkpoint.manifest import find_damage, read_manifest
-from megatron.checkpoint.saving import write_files
+from megatron.checkpoint.directory import CONFIG_FILE, saved_iterations, tag_for
+from megatron.checkpoint.manifest import find_damage, read_manifest, write_manifest_of_folder
+from megatron.checkpoint.saving import Checkpointer, write_files
+from megatron.checkpoint.state_dict import TrainingState
 from megatron.config import Config
 from megatron.training.loop import train
+from tests.support.checkpoint_folders import save
+from tests.support.configs import make_config
 from tests.support.runs import training_settings
 
 
@@ -60,3 +64,29 @@ def test_an_old_checkpoint_that_cannot_be_deleted_is_a_warning(
     keys = {"train_iters": 1, "eval_iters": 0, "keep_last_n_checkpoints": 1}
     assert train(Config.from_flat(training_settings(tmp_path, data_path, **keys))).iteration == 1
     assert "warning: an older checkpoint could not be deleted" in capsys.readouterr().out
+
+
+def test_kept_checkpoints_do_not_count(tmp_path):
+    """Those that this run's configuration keeps, or the one with which they were saved."""
+    for iteration, keys in ((1, {}), (2, {}), (3, {"extra_save_iters": [3]}), (4, {}), (5, {})):
+        save(tmp_path, iteration)
+        step = tmp_path / tag_for(iteration)
+        (step / CONFIG_FILE).write_text(json.dumps(make_config(**keys).to_flat()))
+        write_manifest_of_folder(step, iteration)
+    reports = []
+    config = make_config(save=str(tmp_path), keep_last_n_checkpoints=1, extra_save_iters=[2])
+    Checkpointer(None, config, reports.append)._remove_older([1, 2, 3, 4, 5])
+    assert saved_iterations(tmp_path) == [2, 3, 5]
+    assert [report.split(" (")[0] for report in reports] == [
+        f"deleted {tmp_path}/global_step1",
+        f"deleted {tmp_path}/global_step4",
+    ]
+
+
+def test_the_lineage_of_a_run_that_was_rolled_back(tmp_path, monkeypatch):
+    """Checkpoints from the saved iteration on belong to an abandoned branch."""
+    monkeypatch.setattr(Checkpointer, "_write", lambda *_: None)
+    config = make_config(save=str(tmp_path))
+    state = TrainingState(iteration=4, lineage=[2, 4, 6])
+    Checkpointer(None, config, lambda text: None).save(state)
+    assert state.lineage == [2, 4]

@@ -254,48 +254,31 @@ def test_rejected_options(words, message, checkpoints, task_folder, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("words", "hidden", "message"),
     [
-        (["pages", "page"], "eval_tasks page: unknown task; choose pages.*--include-path$"),
-        (["pages", "--max-length", str(TRAIN_LENGTH + 1)], f"--max-length.*at most {TRAIN_LENGTH}"),
+        (["pages", "page"], None, "eval_tasks page: unknown task; choose pages.*--include-path$"),
+        (
+            ["pages", "--max-length", str(TRAIN_LENGTH + 1)],
+            None,
+            f"--max-length.*at most {TRAIN_LENGTH}",
+        ),
+        (["pages"], "lm_eval.utils", re.escape("pip install 'kerple-neox[eval]'")),
     ],
 )
 def test_options_rejected_before_a_model_is_loaded(
-    words, message, checkpoints, task_folder, tmp_path, monkeypatch
+    words, hidden, message, checkpoints, task_folder, tmp_path, monkeypatch
 ):
     monkeypatch.setattr(eval_tasks, "load_model", lambda *_, **__: pytest.fail("too late"))
-    words = [
-        "--checkpoint",
-        *map(str, checkpoints.values()),
-        "--include-path",
-        task_folder,
-        "--eval-tasks",
-        *words,
-    ]
-    words += ["--output", str(tmp_path / "out"), "--skip-unsupported"]
-    assert_rejected(message, main, words)
+    if hidden is not None:
+        monkeypatch.setitem(sys.modules, hidden, None)
+    options = ["--checkpoint", *map(str, checkpoints.values()), "--include-path", task_folder]
+    options += ["--output", str(tmp_path / "out"), "--skip-unsupported"]
+    assert_rejected(message, main, [*options, "--eval-tasks", *words])
 
 
 def test_missing_data(checkpoints, tmp_path):
-    (tmp_path / "gone.yaml").write_text(
-        CHOICES.format(folder=tmp_path / "gone").replace("task: choices", "task: gone")
-    )
+    text = CHOICES.format(folder=tmp_path / "gone").replace("task: choices", "task: gone")
+    (tmp_path / "gone.yaml").write_text(text)
     words = ["--checkpoint", str(checkpoints["kerple_log"]), "--output", str(tmp_path / "out")]
-    assert_rejected(
-        "eval_tasks gone.*network",
-        main,
-        [*words, "--eval-tasks", "gone", "--include-path", str(tmp_path)],
-    )
-
-
-def test_without_the_harness_the_error_names_the_requirements(checkpoints, monkeypatch, tmp_path):
-    monkeypatch.setitem(sys.modules, "lm_eval.utils", None)
-    words = [
-        "--checkpoint",
-        str(checkpoints["kerple_log"]),
-        "--eval-tasks",
-        "pages",
-        "--output",
-        str(tmp_path / "out"),
-    ]
-    assert_rejected(re.escape("pip install 'kerple-neox[eval]'"), main, words)
+    words += ["--eval-tasks", "gone", "--include-path", str(tmp_path)]
+    assert_rejected("eval_tasks gone.*network", main, words)

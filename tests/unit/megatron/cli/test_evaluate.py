@@ -179,24 +179,29 @@ def test_a_text_without_a_dataset(tmp_path, monkeypatch, configuration, checkpoi
     assert row["bits_per_byte"] is not None
 
 
-@pytest.mark.parametrize("name", ["table.csv", "notes.log.gz", "page.html"])
-def test_a_text_that_cannot_be_prepared(tmp_path, monkeypatch, configuration, name):
-    """The same files as for `kerple prepare`."""
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / name).write_text("a,b\n1,2\n" * 99)
-    keys = configuration(data_path=None, tokenizer_type="CharLevelTokenizer")
-    words = ["--text", name, "--lengths", "64", "--output", "report"]
-    assert_rejected(rf"{name} .*\.txt", main, [keys, *words])
-    assert_rejected(rf"{name} .*\.txt", prepare, ["own", "--from", name])
+TABLE = b"a,b\n1,2\n" * 99
 
 
-def test_a_text_that_is_not_utf_8(tmp_path, monkeypatch, configuration):
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("table.csv", TABLE, r"table\.csv .*\.txt"),
+        ("notes.log.gz", TABLE, r"notes\.log\.gz .*\.txt"),
+        ("page.html", TABLE, r"page\.html .*\.txt"),
+        ("a.txt", b"good\nb\xe9d\n", r"a\.txt.*2"),
+    ],
+)
+def test_a_text_that_cannot_be_prepared(
+    tmp_path, monkeypatch, configuration, name, content, message
+):
+    """The same files as for `kerple prepare`, whose option --bad-documents evaluate.py lacks."""
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "a.txt").write_bytes(b"good\nb\xe9d\n")
+    (tmp_path / name).write_bytes(content)
     keys = configuration(data_path=None, tokenizer_type="CharLevelTokenizer")
-    with pytest.raises(UserError, match=r"--text a\.txt.*2") as caught:
-        main([keys, "--text", "a.txt", "--lengths", "64", "--output", "report"])
-    assert "--bad-documents" not in str(caught.value)  # not an option of evaluate.py
+    with pytest.raises(UserError, match=message) as caught:
+        main([keys, "--text", name, "--lengths", "64", "--output", "report"])
+    assert "--bad-documents" not in str(caught.value)
+    assert_rejected(message, prepare, ["own", "--from", name])
 
 
 OWN = """

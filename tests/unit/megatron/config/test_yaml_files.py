@@ -200,18 +200,16 @@ def test_names_are_expanded(write, tmp_path, monkeypatch):
         assert find_file(*arguments) == tmp_path / "models" / "small.yml"
 
 
-def test_missing_file(write, tmp_path):
+def test_files_that_cannot_be_read(write, tmp_path):
     write("small_bf16.yml", "{}")
-    assert_rejected(r"smal_bf16.*small_bf16\.yml", load_config, ["smal_bf16"], tmp_path)
-    assert_rejected("no such file, and no folder", load_config, ["a.yml"], tmp_path / "nowhere")
-    assert_rejected(
-        f"searched {tmp_path}, which have 1 YAML files", load_config, ["qqqqqq"], tmp_path
-    )
-
-
-def test_names_that_no_file_has(tmp_path):
-    for name, message in [("a" * 300, "File name too long"), (".", "not a regular file")]:
+    for name, message in (
+        ("smal_bf16", r"smal_bf16.*small_bf16\.yml"),
+        ("qqqqqq", f"searched {tmp_path}, which have 1 YAML files"),
+        ("a" * 300, "File name too long"),
+        (".", "not a regular file"),
+    ):
         assert_rejected(message, find_file, name, tmp_path)
+    assert_rejected("no such file, and no folder", find_file, "a.yml", tmp_path / "nowhere")
     os.mkfifo(tmp_path / "pipe.yml")
     assert_rejected(r"pipe\.yml", find_file, "pipe.yml", tmp_path)
     assert_rejected(r"pipe\.yml", read_file, tmp_path / "pipe.yml")

@@ -91,6 +91,14 @@ def test_configurations_survive_a_round_trip(pos_emb, keys, stock):
     } == {name: value for name, value in theirs.items() if name != "trained_length"}
 
 
+@pytest.mark.parametrize(("first", "width"), [(0, 8), (2, None), (3, None)])
+def test_layers_before_the_first_window(first, width):
+    """Only a window in all layers or in none is supported."""
+    keys = {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": first}
+    values = config_from({**LLAMA, "model_type": "qwen2", **keys}, "config.json")
+    assert values["sliding_window_width"] == width
+
+
 def test_defaults_of_gpt_neox():
     values = config_from(NEOX, "config.json")
     assert (values["gpt_j_residual"], values["rotary_pct"], values["rotary_emb_base"]) == (
@@ -159,15 +167,13 @@ def test_defaults_of_gpt_neox():
         (LLAMA, {"model_type": "mistral", "sliding_window": 1}, "sliding_window 1"),
         (LLAMA, {"num_key_value_heads": "four"}, "num_key_value_heads"),
         (LLAMA, {"model_type": "mixtral"}, "model_type 'mixtral'.*gpt_neox"),
+        (
+            {"model_type": "gpt_neox", "hidden_size": 32, "num_attention_heads": 4},
+            {},
+            ".*num_hidden_layers",
+        ),
     ],
 )
 def test_unsupported_settings_are_named(base, keys, message):
     with pytest.raises(CheckpointError, match=f"config.json: {message}"):
         config_from({**base, **keys}, "config.json")
-
-
-def test_an_incomplete_file():
-    with pytest.raises(CheckpointError, match="num_hidden_layers"):
-        config_from(
-            {"model_type": "gpt_neox", "hidden_size": 32, "num_attention_heads": 4}, "config.json"
-        )

@@ -83,6 +83,10 @@ def test_different_logits_are_an_error():
 def test_lengths_beyond_the_training_length_are_compared_if_supported():
     assert compared_lengths(make_model("alibi")[1]) == (32, 128)
     assert compared_lengths(make_model("learned")[1]) == (32,)
+    for window, longer in ((8, 136), (500, 628), (4096, 4224), (4097, 128)):
+        _, config = make_model("alibi", sliding_window_width=window - 1)
+        assert config.model.window == window
+        assert compared_lengths(config) == (32, longer)
 
 
 def test_float32_angles_change_a_copy():

@@ -42,6 +42,7 @@ def test_every_tensor_has_a_name(pos_emb, expected):
         "embed_out.weight",
         "gpt_neox.layers.1.mlp.dense_4h_to_h.bias",
     } <= names
+    assert {name.split(".")[2] for name in names if ".layers." in name} == {"0", "1"}
 
 
 def test_export_and_import_restore_the_tensors():

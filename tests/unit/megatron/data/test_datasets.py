@@ -230,9 +230,10 @@ def test_sequence_longer_than_the_data(tmp_path, write_corpus, settings):
     assert_rejected(r"small \(train\).*32.*2.*32 \+ 1", split, "1", 32)
     assert_rejected(r"small \(valid\) has 12 tokens in 1 documents", split, "1,1", 16)
     assert split("1,1", 16, (1, 0, 0)).valid is None
-    assert (
-        split("1,0,1", 16, (1, 0, 1)).test is None
-    )  # a test part that is too small is not an error
+    # A test part that is too small is not an error; that of 12 tokens is one sample of 11.
+    assert split("1,0,1", 12, (1, 0, 1)).test is None
+    test = split("1,0,1", 11, (1, 0, None)).test
+    assert (len(test), test.samples_per_epoch) == (1, 1)
     assert split("98,1,1", 4, (1, 1, 1))[1:] == (None, None)
 
 

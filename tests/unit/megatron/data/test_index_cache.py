@@ -282,3 +282,16 @@ def test_every_machine_builds_a_folder_on_its_local_disk(tmp_path, as_rank, monk
     as_rank(1)
     build_once(folder, build)
     assert not folder.exists()
+
+
+def test_files_that_change_after_their_checksum(tmp_path, monkeypatch):
+    write = index_cache.write_atomically
+
+    def damage(path, content):
+        write(path, content)
+        (path.parent / INDICES[1]).write_bytes(b"other")
+
+    monkeypatch.setattr(index_cache, "write_atomically", damage)
+    folder = tmp_path / "indices" / "samples-1"
+    assert_rejected("samples-1", build_once, folder, lambda: [np.arange(3)] * 3)
+    assert not folder.exists()

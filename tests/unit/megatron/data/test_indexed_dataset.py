@@ -54,7 +54,7 @@ def pair(tmp_path, write_corpus):
     return tmp_path / "pair"
 
 
-def test_missing_files(tmp_path, pair):
+def test_missing_and_empty_files(tmp_path, pair):
     assert_rejected(r"absent\.bin.*absent\.idx", open_indexed_files, tmp_path / "absent")
     assert_rejected(
         r"tools/datasets/preprocess_data\.py", open_indexed_files, tmp_path / "nowhere" / "absent"
@@ -66,50 +66,41 @@ def test_missing_files(tmp_path, pair):
     pair.with_suffix(".bin").rename(tmp_path / "other.bin")
     assert_rejected(r"pair\.bin missing", open_indexed_files, pair)
     assert_rejected(r"other\.idx missing", open_indexed_files, tmp_path / "other")
-
-
-def test_truncated_files(pair):
-    for name, size, message in (
-        ("pair.bin", 30, ".*36.*30"),
-        ("pair.idx", 40, ""),
-        ("pair.idx", 4, ""),
-    ):
-        os.truncate(pair.with_name(name), size)
-        assert_rejected(name + message, open_indexed_files, pair)
-
-
-def test_idx_of_another_file(pair, tmp_path, write_corpus):
-    write_corpus(tmp_path / "other", [5, 6])
-    os.replace(tmp_path / "other.idx", f"{pair}.idx")
-    assert_rejected(r"pair\.idx.*22.*36", open_indexed_files, pair)
-
-
-@pytest.mark.parametrize(
-    ("offset", "content", "message"),
-    [
-        (0, b"PK", "is not a Megatron index"),
-        (9, struct.pack("<Q", 2), "has format version 2"),
-        (17, b"\x06", "id type code 6, which is not an integer type"),
-        (17, b"\x04", "sequence offsets do not match the lengths"),
-        (34, struct.pack("<i", -5), "a sequence has -5 tokens"),
-        (34, struct.pack("<ii", 6, 5), "sequence offsets do not match the lengths"),
-        (70, struct.pack("<q", 1), "its document index does not cover the sequences"),
-        (78, struct.pack("<q", 3), "its document index does not cover the sequences"),
-    ],
-)
-def test_damaged_idx(pair, offset, content, message, monkeypatch):
-    monkeypatch.setattr("megatron.data.indexed_dataset._VALIDATION_BLOCK", 1)
-    open_indexed_files(pair)
-    with open(f"{pair}.idx", "r+b") as stream:
-        stream.seek(offset)
-        stream.write(content)
-    assert_rejected(message, open_indexed_files, pair)
-
-
-def test_empty_dataset(tmp_path):
     builder = IndexedDatasetBuilder(str(tmp_path / "a.bin"))
     builder.finalize(str(tmp_path / "a.idx"))
     assert_rejected(r"a is empty: .* 0 sequences and no tokens", open_indexed_files, tmp_path / "a")
+
+
+@pytest.mark.parametrize(
+    ("suffix", "offset", "content", "message"),
+    [
+        (".idx", 0, b"PK", "is not a Megatron index"),
+        (".idx", 9, struct.pack("<Q", 2), "has format version 2"),
+        (".idx", 17, b"\x06", "id type code 6, which is not an integer type"),
+        (".idx", 17, b"\x04", "sequence offsets do not match the lengths"),
+        (".idx", 34, struct.pack("<i", -5), "a sequence has -5 tokens"),
+        (".idx", 34, struct.pack("<ii", 6, 5), "sequence offsets do not match the lengths"),
+        (".idx", 70, struct.pack("<q", 1), "its document index does not cover the sequences"),
+        (".idx", 78, struct.pack("<qq", 2, 1), "document index does not cover the sequences"),
+        (".idx", 94, struct.pack("<q", 2), "its document index does not cover the sequences"),
+        (".idx", 4, None, r"pair\.idx"),
+        (".idx", 40, None, r"pair\.idx"),
+        (".idx", 102, b"\0", r"pair\.idx is damaged"),
+        (".bin", 30, None, r"pair\.bin.*36.*30"),
+        (".bin", 36, b"\0\0", r"pair\.bin.*pair\.idx.*36.*38"),
+    ],
+)
+def test_damaged_files(pair, suffix, offset, content, message, monkeypatch):
+    """Bytes are replaced or added, or the file ends before them."""
+    monkeypatch.setattr("megatron.data.indexed_dataset._VALIDATION_BLOCK", 1)
+    open_indexed_files(pair)
+    with open(f"{pair}{suffix}", "r+b") as stream:
+        stream.seek(offset)
+        if content is None:
+            stream.truncate()
+        else:
+            stream.write(content)
+    assert_rejected(message, open_indexed_files, pair)
 
 
 # --- manifests

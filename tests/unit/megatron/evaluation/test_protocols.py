@@ -69,12 +69,29 @@ def test_ranks_share_the_segments():
         ("non-overlapping", 1000, [64], 50, "50.*64"),
         ("non-overlapping", 1000, [7, 11, 13], None, "7, 11, 13.*1,001.*999"),
         ("kerple", 1000, [8], None, "124.*8.*kerple@124"),
+        ("kerple@2", 16, [8], None, "1.*8.*kerple@1"),
         ("last-k", 9000, [128, 512], None, "128.*last-k@128"),
         ("last-k@8", 65, [64], 7, "7.*8.*last-k@8"),
     ],
 )
 def test_rejected_plans(name, available, lengths, budget, message):
     assert_rejected(message, plan, name, available, lengths, budget)
+
+
+@pytest.mark.parametrize(
+    ("name", "available", "budget", "starts"),
+    [
+        ("non-overlapping", 65, 64, [0]),
+        ("kerple@2", 129, None, [0, 64]),
+        ("last-k@8", 65, 8, [0]),
+        ("last-k@8", 129, None, [0, 64]),
+        ("sliding@8", 81, None, [0, 8, 16]),
+        ("sliding@8", 80, 16, [0, 8]),
+    ],
+)
+def test_the_smallest_streams_and_budgets(name, available, budget, starts):
+    (segments,) = plan(name, available, [64], budget)
+    assert list(segments.starts) == starts
 
 
 @pytest.mark.parametrize("name", ["overlapping", "last-k@0", "non-overlapping@3"])

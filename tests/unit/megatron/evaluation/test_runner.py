@@ -266,11 +266,6 @@ def test_records_name_the_method_of_the_model():
     assert method_of(exported) == "a_plugin (floor 0.5)"
 
 
-def test_a_model_must_return_logits():
-    with pytest.raises(TypeError, match="must return logits"):
-        evaluate_extrapolation(lambda tokens: tokens, STREAM, [16], progress=False)
-
-
 def test_progress_is_one_line_per_record_without_a_terminal(capfd):
     evaluate_extrapolation(
         small_gpt("learned", max_positions=16), STREAM, [16, 32], pos_emb="learned"
@@ -405,6 +400,13 @@ def test_bits_per_byte_count_bytes_not_tokens_or_characters(tmp_path):
     )
     # 9 bits per target; the end-of-document token costs bits but has no bytes.
     assert row["bits_per_byte"] == pytest.approx(9 * (len(stream) - 1) / len(text.encode()))
+
+
+def test_equal_documents_have_an_error_of_zero(capsys):
+    text = Text(torch.arange(17) % 2, np.array([0, 9, 17]))
+    (row,) = evaluate_extrapolation(lambda tokens: torch.zeros(*tokens.shape, 8), text, [16])
+    assert row["stderr"] == pytest.approx(0.0, abs=1e-6)
+    assert "± 0.0000" in capsys.readouterr().err
 
 
 # Losses that the original KERPLE code computed

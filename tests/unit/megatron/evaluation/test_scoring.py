@@ -187,3 +187,18 @@ def test_groups_of_documents(documents):
         assert tokens.max() < 2 * tokens.mean()
     else:
         assert tokens.tolist() == [int(lengths[0]) - 1, *lengths[1:].tolist()]
+
+
+def test_chunks_without_scored_tokens_are_left_out():
+    chunks = reader_of(small_gpt("alibi")).losses(STREAM, Segments(48, [0], first=32))
+    assert [(chunk.position, tuple(chunk.losses.shape)) for chunk in chunks] == [(32, (1, 16))]
+
+
+@pytest.mark.parametrize(("start", "documents"), [(2, 2), (3, 1), (7, 1), (8, 2)])
+def test_documents_are_those_of_the_scored_tokens(start, documents):
+    """The first token of a segment is only context. With a single document, the segments count."""
+    text = Text(torch.zeros(16, dtype=torch.int64), np.array([0, 4, 12, 16]))
+    sums = LossAccumulator(text, Segments(4, [start]))
+    sums.add(LossChunk(0, 0, torch.ones(1, 4)))
+    assert sums.documents == documents
+    assert len(sums.losses) == (1 if documents == 1 else 3)

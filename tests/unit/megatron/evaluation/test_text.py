@@ -29,9 +29,18 @@ def test_as_text_accepts_tensors_arrays_and_lists():
     assert as_text(text) is text
 
 
-def test_as_text_rejects_other_values():
-    for tokens in ([[1]], [True], [0.5]):
-        assert_rejected("torch", as_text, tokens)
+@pytest.mark.parametrize(
+    ("call", "arguments", "message"),
+    [
+        (as_text, ([[1]],), "torch"),
+        (as_text, ([True],), "torch"),
+        (as_text, ([0.5],), "torch"),
+        (check_range, (-2, 5, None), "token id -2 is outside the vocabulary: the text"),
+    ],
+)
+def test_rejected_texts(call, arguments, message):
+    assert_rejected(message, call, *arguments)
+    check_range(0, 10**6, None)
 
 
 @pytest.mark.parametrize(("tokens", "invalid"), [([3, 4, 0], 4), ([-1, 3, 0], -1)])
@@ -43,11 +52,6 @@ def test_ids_outside_the_vocabulary(tokens, invalid):
         text.check_ids(4)  # not read
     text.digest(Segments(2, [0]))
     assert_rejected(f"token id {invalid} is outside the vocabulary of 4", text.check_ids, 4)
-
-
-def test_ids_without_a_vocabulary():
-    check_range(0, 10**6, None)
-    assert_rejected("token id -2 is outside the vocabulary: the text", check_range, -2, 5, None)
 
 
 def test_digests_identify_what_is_scored():

@@ -107,7 +107,7 @@ def test_a_function_supports_the_spans_it_has_arguments_for():
     assert as_decoder(int).unsupported_reason(AttentionMode(Span(window=8)))
 
 
-@pytest.mark.parametrize("output", [None, torch.zeros(2, 3), torch.zeros(2, 4, 9)])
+@pytest.mark.parametrize("output", [None, torch.zeros(2, 5).long(), torch.zeros(2, 4, 9)])
 def test_other_shapes_than_logits_are_rejected(output):
     with pytest.raises(
         TypeError, match=r"must return logits \[batch, seq, vocabulary\] for tokens \(2, 5\)"

@@ -2,13 +2,14 @@
 ranks).
 """
 
+import signal
 import socket
 from dataclasses import asdict
 
 import pytest
 
 from megatron.launcher import node
-from megatron.launcher.node import Node, _report_failure
+from megatron.launcher.node import STATUS_OF_LOST_CONNECTION, Node, _Ranks, _report_failure
 
 NODE = Node("n2", [4, 5], first_rank=2, world_size=4, master_addr="n1", master_port=29500)
 
@@ -60,3 +61,43 @@ def test_ranks_on_the_cpu_of_a_host_share_its_cores(tmp_path, monkeypatch):
             monkeypatch.setenv("OMP_NUM_THREADS", threads)
         assert node.main(words) == 0
     assert [environment["OMP_NUM_THREADS"] for environment in environments] == ["4", "3"]
+
+
+@pytest.mark.parametrize(
+    ("received", "counted"),
+    [
+        (["SIGTERM", "SIGHUP"], ["SIGTERM"]),
+        (["SIGHUP", "SIGHUP", "SIGTERM"], ["SIGHUP", "SIGTERM"]),
+        (["SIGINT", "SIGINT"], ["SIGINT", "SIGINT"]),
+    ],
+)
+def test_sighup_is_never_the_second_signal(received, counted):
+    ranks = _Ranks(NODE, None)
+    for name in received:
+        ranks.receive(signal.Signals[name], None)
+    assert ranks.received == counted
+
+
+@pytest.mark.parametrize(
+    ("failures", "status", "rank"),
+    [
+        ([(2, STATUS_OF_LOST_CONNECTION), (3, 1)], 1, 3),
+        ([(2, STATUS_OF_LOST_CONNECTION), (3, -9)], 137, 3),
+        ([(2, 1), (3, 4)], 1, 2),
+        ([(2, STATUS_OF_LOST_CONNECTION)], STATUS_OF_LOST_CONNECTION, None),
+    ],
+)
+def test_a_lost_connection_is_not_the_cause(failures, status, rank, capsys):
+    ranks = _Ranks(NODE, None)
+    ranks.failures = failures
+    assert ranks.exit_status() == status
+    errors = capsys.readouterr().err
+    assert errors.startswith(f"error: rank {rank} ") if rank is not None else not errors
+
+
+def test_the_earliest_deadline_counts(monkeypatch):
+    monkeypatch.setattr(node.time, "monotonic", lambda: 1000.0)
+    ranks = _Ranks(NODE, None)
+    for seconds, kill_at in ((300, 1300.0), (10, 1010.0), (300, 1010.0)):
+        ranks.kill_within(seconds)
+        assert ranks.kill_at == kill_at

@@ -8,7 +8,7 @@ import pytest
 
 from megatron.launcher import rank
 from megatron.launcher.node import LAUNCHER_VARIABLE
-from megatron.launcher.rank import first_host, follow_launcher, set_rank_variables
+from megatron.launcher.rank import first_host, follow_launcher, set_rank_variables, slurm_port
 from tests.support.configs import make_config
 from tests.support.errors import assert_rejected
 
@@ -143,3 +143,11 @@ def test_a_signal_that_says_that_the_launcher_has_died(signals, monkeypatch):
     monkeypatch.setattr(rank.select, "select", raise_and_select)
     follow_launcher()
     assert signals == ["SIGTERM", "300", "SIGKILL"]
+
+
+def test_ports_of_slurm_steps():
+    """Below 32,768, from which on Linux assigns ports to other sockets."""
+    ports = [slurm_port({"SLURM_JOB_ID": str(job)}) for job in range(3000)]
+    assert (min(ports), max(ports)) == (29_500, 32_498)
+    assert slurm_port({"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "1"}) == ports[7] + 1
+    assert slurm_port({}) == 29_500

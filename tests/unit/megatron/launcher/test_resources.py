@@ -118,52 +118,47 @@ def test_hostfile(hostfile, monkeypatch):
     assert resources.describe() == f"8 processes on 2 host(s) of {hostfile}"
     monkeypatch.setenv("DLTS_HOSTFILE", hostfile)
     assert find_resources(make_config()) == resources
-    Path(hostfile).write_text(
-        "\ufeff" + Path(hostfile).read_text(), encoding="utf-8"
-    )  # by an editor of Windows
+    text = Path(hostfile).read_text()
+    Path(hostfile).write_text("\ufeff" + text, encoding="utf-8")  # by an editor of Windows
     assert find_resources(make_config()) == resources
+    Path(hostfile).write_text(text)
     monkeypatch.setenv("DLTS_HOSTFILE", "nowhere")
     assert_rejected("DLTS_HOSTFILE", find_resources, make_config())
     assert find_resources(make_config(hostfile=hostfile, num_nodes=1, num_gpus=2)).slots == {
         "worker-1": [0, 1]
     }
+    assert find_resources(make_config(hostfile=hostfile, num_nodes=2, num_gpus=4)) == resources
     assert find_resources(make_config(hostfile=hostfile, include="worker-2:1,2")).slots == {
         "worker-2": [1, 2]
     }
 
 
 @pytest.mark.parametrize(
-    ("keys", "message"),
+    ("text", "keys", "message"),
     [
-        ({"num_nodes": 3}, "num_nodes.*3.*2"),
-        ({"num_gpus": 5}, "num_gpus.*5.*worker-1, worker-2"),
-        ({"include": "worker-9"}, "include: 'worker-9'.*worker-1, worker-2"),
+        (None, {"num_nodes": 3}, "num_nodes.*3.*2"),
+        (None, {"num_gpus": 5}, "num_gpus.*5.*worker-1, worker-2"),
+        (None, {"include": "worker-9"}, "include: 'worker-9'.*worker-1, worker-2"),
         (
+            None,
             {"include": "worker-1:9"},
             r"include: worker-1 has no slot '9' in .*, only \[0, 1, 2, 3\]",
         ),
-        ({"exclude": "worker-1@worker-2"}, "exclude worker-1@worker-2"),
-    ],
-)
-def test_hostfile_without_the_requested_slots(hostfile, keys, message):
-    assert_rejected(message, find_resources, make_config(hostfile=hostfile, **keys))
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("worker-1 4\n", "1.*HOST.*'worker-1"),
-        ("# a\nworker-1 slots=0\n", "2.*HOST.*1"),
-        ("a slots=1\na slots=2\n", "line 2: a was listed before"),
+        (None, {"exclude": "worker-1@worker-2"}, "exclude worker-1@worker-2"),
+        ("worker-1 4\n", {}, "1.*HOST.*'worker-1"),
+        ("# a\nworker-1 slots=0\n", {}, "2.*HOST.*1"),
+        ("a slots=1\na slots=2\n", {}, "line 2: a was listed before"),
         (
             "node[1-2] slots=4\n",
+            {},
             r"line 1: 'node\[1-2\]' is not the name of one host; use a line per host",
         ),
     ],
 )
-def test_bad_hostfile(hostfile, text, message):
-    Path(hostfile).write_text(text)
-    assert_rejected(message, find_resources, make_config(hostfile=hostfile))
+def test_rejected_hostfiles(hostfile, text, keys, message):
+    if text is not None:
+        Path(hostfile).write_text(text)
+    assert_rejected(message, find_resources, make_config(hostfile=hostfile, **keys))
 
 
 def test_other_hosts(tmp_path):

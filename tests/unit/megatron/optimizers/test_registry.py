@@ -95,6 +95,16 @@ def test_a_restored_state_continues_like_an_uninterrupted_run(name, params):
         assert get_step(fresh, {}, copy) == get_step(optimizer, {}, parameter)
 
 
+@pytest.mark.parametrize("shape", [(4, 6), (3, 1, 1), (2, 3, 4)])
+def test_shapes_of_the_state_of_adafactor(shape):
+    parameter = torch.nn.Parameter(torch.randn(shape))
+    optimizer, _ = build_optimizer("adafactor", [{"params": [parameter]}], {})
+    step(optimizer, [parameter])
+    state = optimizer.state[parameter]
+    for kind in ("row_var", "col_var"):
+        assert state[kind].shape == state_shape(kind, shape)
+
+
 def test_adam_w_mode_selects_decoupled_weight_decay():
     def updated(decoupled):
         weight = torch.nn.Parameter(torch.full((2, 2), 3.0))

@@ -58,11 +58,6 @@ def test_pieces_of_a_file():
     assert list(source_pieces(b"\n \n", 30)) == []
 
 
-def test_interpreter_without_sources(tmp_path, monkeypatch):
-    monkeypatch.setattr(corpora.sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
-    assert_rejected("contains no Python sources", StdlibCorpus)
-
-
 # --- the Hugging Face hub
 
 
@@ -123,7 +118,9 @@ def test_hub_corpus_resumes_at_every_row(monkeypatch):
     assert corpus.identity() != HubCorpus("owner/name", split="test", columns=COLUMNS).identity()
 
 
-def test_hub_errors(monkeypatch):
+def test_sources_that_cannot_be_read(tmp_path, monkeypatch):
+    monkeypatch.setattr(corpora.sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
+    assert_rejected("contains no Python sources", StdlibCorpus)
     monkeypatch.setitem(sys.modules, "datasets", FakeHub(ROWS, fail_at=3))
     assert_rejected("owner/absent", HubCorpus, "owner/absent")
     assert_rejected("'text'", HubCorpus, "owner/name")

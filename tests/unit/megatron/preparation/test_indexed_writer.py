@@ -76,29 +76,43 @@ def writer(tmp_path):
     assert os.listdir(tmp_path) == []
 
 
-def test_two_writers_of_one_prefix(writer, tmp_path):
-    assert_rejected(r"a\.bin", IndexedWriter, tmp_path / "a", 100)
+def second_writer(writer, path, monkeypatch):
+    IndexedWriter(path, 100)
 
 
-def test_damage_on_disk_is_detected(writer, tmp_path):
+def damage_on_disk(writer, path, monkeypatch):
     writer.commit()
-    with open(tmp_path / "a.partial.bin", "r+b") as stream:
+    with open(f"{path}.partial.bin", "r+b") as stream:
         stream.seek(4)
         stream.write(b"\x09")
-    assert_rejected("reads back differently", writer.finish)
 
 
-def test_a_full_disk(writer, monkeypatch):
+def full_disk(writer, path, monkeypatch):
     def full(descriptor):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
-    assert_rejected(r"cannot write .*a.*: No space left on device", writer.finish)
 
 
-def test_ids_beyond_the_vocabulary_are_rejected(writer):
+def id_beyond_the_vocabulary(writer, path, monkeypatch):
     writer.add(np.array([3, 100], dtype=np.uint16), np.array([2]))
-    assert_rejected(r"100.*99", writer.finish)
+
+
+@pytest.mark.parametrize(
+    ("happens", "message"),
+    [
+        (second_writer, r"a\.bin"),
+        (damage_on_disk, "reads back differently"),
+        (full_disk, "cannot write .*a.*: No space left on device"),
+        (id_beyond_the_vocabulary, "100.*99"),
+    ],
+)
+def test_what_prevents_the_end(writer, tmp_path, monkeypatch, happens, message):
+    def finish():
+        happens(writer, tmp_path / "a", monkeypatch)
+        writer.finish()
+
+    assert_rejected(message, finish)
 
 
 def test_writing_nothing(tmp_path):

@@ -74,6 +74,15 @@ def test_other_tokens_or_seeds_have_no_difference(other):
     assert losses.text(key(other), key(LOG)) == "–"
 
 
+def test_seeds_with_other_tokens_have_no_difference():
+    second = [
+        measured(name, (3.0, 2.0, 1.0), tokens=(90, 110, 100), seed=2)
+        for name in ("kerple_log", "alibi")
+    ]
+    losses = PairedLosses([LOG, ALIBI, *second])
+    assert losses.difference(key(ALIBI), key(LOG)) is None
+
+
 def test_one_document_has_no_standard_error():
     pair = measured("alibi", (3.5,), (10,)), measured("kerple_log", (3.0,), (10,))
     difference = PairedLosses(pair).difference(*map(key, pair))

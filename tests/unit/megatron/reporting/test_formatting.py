@@ -49,6 +49,10 @@ def test_mean(values, text):
     assert format_mean(values) == text
 
 
+def test_standard_errors_have_two_digits():
+    assert format_mean([30.0, 34.0], standard_error=True) == "32.0 ± 2.0"
+
+
 def test_slug():
     assert slug("GitHub", None, 512, "last-k@256") == "GitHub-512-last-k-256"
     assert slug("kernels", '"><script>alert(1)</script>') == "kernels-script-alert-1-script"

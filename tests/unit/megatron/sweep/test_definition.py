@@ -40,10 +40,16 @@ def test_evaluations_are_command_lines(tmp_path):
             "length.*seq_length.*seq-length",
         ),
         ({"set": {"seq-length": 16, "seq_length": 32}}, "set.*seq_length.*seq-length"),
+        (None, "'evaluation'"),
     ],
 )
 def test_errors_name_the_place(tmp_path, keys, message):
-    assert_rejected(message, read_sweep, write_sweep(tmp_path, **keys))
+    if keys is None:
+        path = tmp_path / "sweep.yml"
+        path.write_text('{"output": "x", "base": [], "axes": {"a": [{"seed": 1}]}}')
+    else:
+        path = write_sweep(tmp_path, **keys)
+    assert_rejected(message, read_sweep, path)
 
 
 @pytest.mark.parametrize(
@@ -89,8 +95,3 @@ def test_choices_override_set_as_a_whole(tmp_path):
     assert read_sweep(path).configuration(choices).optimizer.lr == 0.3
     path.write_text(path.read_text().replace("2.5", ".inf"))
     assert_rejected("gradient_clipping.*inf", read_sweep(path).configuration, choices)
-
-
-def test_required_keys(tmp_path):
-    (tmp_path / "sweep.yml").write_text('{"output": "x", "base": [], "axes": {"a": [{"seed": 1}]}}')
-    assert_rejected("'evaluation'", read_sweep, tmp_path / "sweep.yml")

@@ -10,6 +10,8 @@ import pytest
 
 from megatron.config import UserError
 from megatron.data.indexed_dataset import open_indexed_files, write_manifest
+from megatron.evaluation.records import RESULTS
+from megatron.sweep import planning
 from megatron.sweep.definition import read_sweep
 from megatron.sweep.planning import State, plan
 from tests.support.checkpoints import write_corpus
@@ -107,49 +109,34 @@ def test_labels_of_runs_with_different_data(keys, labels, tmp_path):
     assert {options[-1] for options in words if "--label" in options} == labels
 
 
-def test_errors_name_the_run(tmp_path):
-    sweep = read_sweep(
-        write_sweep(
-            tmp_path, axes={"heads": [{"num-attention-heads": 4}, {"num-attention-heads": 5}]}
-        )
-    )
-    assert_rejected(r"sweep\.yml.*5.*num_attention_heads", plan, sweep)
-    axes = {"data": [{"name": "web", "train-data-paths": ["web"], "data-path": None}]}
-    assert_rejected(
-        "valid-data-paths",
-        plan,
-        read_sweep(write_sweep(tmp_path, axes=axes, set={"pos-emb": "alibi"})),
-    )
-    sweep = read_sweep(write_sweep(tmp_path, set={"train-itters": 5}))
-    assert_rejected("kerple_log/7.*train-itters", plan, sweep)
-
-
-def test_two_runs_with_the_same_configuration_are_an_error(tmp_path):
-    axes = {"seed": [{"seed": 1, "name": "first"}, {"seed": 1, "name": "second"}]}
-    assert_rejected(
-        r"sweep\.yml", plan, read_sweep(write_sweep(tmp_path, axes=axes, set={"pos-emb": "alibi"}))
-    )
+OF_RUN = r"sweep\.yml: run kerple_log/7: .*"
+HEADS = [{"num-attention-heads": 4}, {"num-attention-heads": 5}]
+DATA = [{"name": "web", "train-data-paths": ["web"], "data-path": None}]
+SEEDS = [{"seed": 1, "name": "first"}, {"seed": 1, "name": "second"}]
+ALIBI = {"pos-emb": "alibi"}
 
 
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"finetune": True, "load": "pretrained"}, "finetune"),
-        ({"iteration": 3, "load": "pretrained"}, "iteration"),
-        ({"load": "pretrained"}, "pretrained"),
-        ({"train-iters": None}, "train_iters"),
-        ({"train-iters": 0}, "train_iters"),
-        ({"deepspeed_slurm": True}, "deepspeed_slurm"),
-        ({"train_batch_size": None}, "train_batch_size"),
+        ({"set": {"finetune": True, "load": "pretrained"}}, OF_RUN + "finetune"),
+        ({"set": {"iteration": 3, "load": "pretrained"}}, OF_RUN + "iteration"),
+        ({"set": {"load": "pretrained"}}, OF_RUN + "pretrained"),
+        ({"set": {"train-iters": None}}, OF_RUN + "train_iters"),
+        ({"set": {"train-iters": 0}}, OF_RUN + "train_iters"),
+        ({"set": {"deepspeed_slurm": True}}, OF_RUN + "deepspeed_slurm"),
+        ({"set": {"train_batch_size": None}}, OF_RUN + "train_batch_size"),
+        ({"set": {"train-itters": 5}}, OF_RUN + "train-itters"),
+        ({"axes": {"heads": HEADS}}, r"sweep\.yml.*5.*num_attention_heads"),
+        ({"axes": {"data": DATA}, "set": ALIBI}, "valid-data-paths"),
+        ({"axes": {"seed": SEEDS}, "set": ALIBI}, r"sweep\.yml: .*first.*second"),
     ],
 )
-def test_keys_that_a_run_cannot_have(keys, message, tmp_path):
-    assert_rejected(
-        rf"sweep\.yml: run kerple_log/7: .*{message}",
-        plan,
-        read_sweep(write_sweep(tmp_path, set=keys)),
-    )
-    # As in configurations that resume from the folder that they save to.
+def test_runs_that_are_rejected(keys, message, tmp_path):
+    assert_rejected(message, plan, read_sweep(write_sweep(tmp_path, **keys)))
+
+
+def test_runs_resume_from_the_folder_that_they_save_to(tmp_path):
     plan(read_sweep(write_sweep(tmp_path, set={"save": "somewhere", "load": "somewhere"})))
 
 
@@ -229,6 +216,22 @@ def test_a_run_that_was_trained_again_is_evaluated_again(sweep):
         json.dumps({"iteration": 6, "options": json.loads(journal.read_text())["options"]})
     )
     assert sweep("--dry-run").count("to evaluate") == 1
+
+
+def test_evaluations_of_other_weights_start_again(tmp_path, monkeypatch):
+    """The results may be of both calls, before and after the training."""
+    axes, lengths = {"pos_emb": ["alibi.yml"]}, [{"lengths": [32]}, {"lengths": [64]}]
+    (run,) = plan(read_sweep(write_sweep(tmp_path, axes=axes, evaluation=lengths)))
+    for fingerprint in ("first", "second"):
+        monkeypatch.setattr(planning, "weights_fingerprint", lambda _, name=fingerprint: name)
+        assert run.evaluations_done() == 0
+        for number, options in enumerate(run.evaluation, start=1):
+            assert run.start_evaluation() == options
+            (run.results / RESULTS).touch()
+            started = len(json.loads((run.results / "evaluated.json").read_text())["options"])
+            assert started == (2 if fingerprint == "second" else number)
+            run.mark_evaluated()
+            assert run.evaluations_done() == number
 
 
 def test_a_changed_configuration_is_an_error(sweep):

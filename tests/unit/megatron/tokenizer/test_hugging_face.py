@@ -156,17 +156,43 @@ def test_only_a_token_at_the_start_is_added(tokenizer_file, tmp_path, kind):
     assert tokenizer.tokenize_continuation(" world") == library.encode(" world").ids
 
 
+def _with_normalizer(normalizer):
+    return json.dumps(
+        json.loads(train_bpe(["some text"], 300).to_str()) | {"normalizer": normalizer}
+    )
+
+
 @pytest.mark.parametrize(
-    ("post_processor", "message"),
+    ("content", "message"),
     [
-        (_template("$A $A"), "post_processor.*2"),
-        (_template("<s> <s> $A"), "post_processor.*2"),
-        (_template("<s> $A", [("<s>", 70_000)]), "post_processor.*70000"),
+        ('{"model": 3}', ""),
+        (
+            '{"version": "1.0", "model": {"type": "BPE", "vocab": {"a": 0}, "merges": []}}',
+            ".*special tokens: none",
+        ),
+        (_with_normalizer({"type": "Replace", "pattern": {"Regex": "("}, "content": "x"}), ""),
+        (_with_normalizer({"type": "Precompiled", "precompiled_charsmap": "AAAA"}), ""),
+        (_template("$A $A"), ".*post_processor.*2"),
+        (_template("<s> <s> $A"), ".*post_processor.*2"),
+        (_template("<s> $A", [("<s>", 70_000)]), ".*post_processor.*70000"),
+    ],
+    ids=[
+        "no tokenizer",
+        "no end of document",
+        "invalid normalizer",
+        "panic of the library",
+        "repeated text",
+        "two initial tokens",
+        "unknown initial token",
     ],
 )
-def test_unsupported_post_processors(tokenizer_file, tmp_path, post_processor, message):
-    path, _ = _with_post_processor(tokenizer_file, tmp_path, post_processor)
-    assert_rejected(f"tokenizer.json.*{message}", build_tokenizer, "HFTokenizer", path)
+def test_bad_files(tokenizer_file, tmp_path, content, message):
+    path = tmp_path / "tokenizer.json"
+    if isinstance(content, str):
+        path.write_text(content)
+    else:
+        _with_post_processor(tokenizer_file, tmp_path, content)
+    assert_rejected(re.escape(str(path)) + message, build_tokenizer, "HFTokenizer", path)
 
 
 def test_a_long_text_of_a_tokenizer_that_appends(tokenizer_file, tmp_path, monkeypatch):
@@ -178,60 +204,22 @@ def test_a_long_text_of_a_tokenizer_that_appends(tokenizer_file, tmp_path, monke
     assert tokenizer.tokenize(KINDS["c"]) == library.encode(KINDS["c"]).ids
 
 
-def test_not_a_tokenizer_file(tmp_path):
-    (tmp_path / "tokenizer.json").write_text('{"model": 3}')
-    assert_rejected(r"tokenizer\.json", build_tokenizer, "HFTokenizer", tmp_path / "tokenizer.json")
-
-
-def test_no_end_of_document_token(tmp_path):
-    library = tokenizers.Tokenizer(tokenizers.models.BPE(vocab={"a": 0}, merges=[]))
-    library.add_special_tokens(["<s>", "</s>"])
-    library.save(str(tmp_path / "tokenizer.json"))
-    assert_rejected("</s>", build_tokenizer, "HFTokenizer", tmp_path / "tokenizer.json")
-
-
 # --- GPT-2's vocabulary and merges: errors
 
 
-def test_swapped_gpt2_files(tmp_path):
-    vocabulary, merges = _gpt2_files(tmp_path)
-    assert_rejected(
-        r"vocab-file.*vocab\.bpe.*JSON", build_tokenizer, "GPT2BPETokenizer", merges, vocabulary
-    )
-
-
-def test_tokenizer_json_as_gpt2_vocabulary(tokenizer_file, tmp_path):
-    _, merges = _gpt2_files(tmp_path)
-    assert_rejected(
-        "tokenizer-type.*HFTokenizer", build_tokenizer, "GPT2BPETokenizer", tokenizer_file, merges
-    )
-
-
 @pytest.mark.parametrize(
-    ("merges", "message"),
+    ("files", "message"),
     [
-        ("#version: 0.2\na b\nc d e\n", r"vocab\.bpe.*Merges.*line"),
-        ("#version: 0.2\na c\n", r"vocab\.bpe.*vocab-file.*encoder\.json"),
+        ({"vocabulary": {"model": {}}}, r"vocab-file.*JSON.*tokenizer-type HFTokenizer"),
+        ({"vocabulary": ["a", "b"]}, r"encoder\.json.*vocabulary"),
+        ({"vocabulary": {"a": 0, "b": 1, "ab": 2}}, r"no <\|endoftext\|> token"),
+        ({"vocabulary": {"a": 0, "b": 1, "ab": 2, "<|endoftext|>": 3}}, "254.*256"),
+        ({"merges": "#version: 0.2\na b\nc d e\n"}, r"vocab\.bpe.*Merges.*line"),
+        ({"merges": "#version: 0.2\na c\n"}, r"vocab\.bpe.*vocab-file.*encoder\.json"),
     ],
 )
-def test_bad_merges(tmp_path, merges, message):
-    assert_rejected(
-        message, build_tokenizer, "GPT2BPETokenizer", *_gpt2_files(tmp_path, merges=merges)
-    )
-
-
-@pytest.mark.parametrize(
-    ("vocabulary", "message"),
-    [
-        ({"a": 0, "b": 1, "ab": 2}, r"no <\|endoftext\|> token"),
-        ({"a": 0, "b": 1, "ab": 2, "<|endoftext|>": 3}, "254.*256"),
-        (["a", "b"], r"encoder\.json.*vocabulary"),
-    ],
-)
-def test_bad_vocabulary(tmp_path, vocabulary, message):
-    assert_rejected(
-        message, build_tokenizer, "GPT2BPETokenizer", *_gpt2_files(tmp_path, vocabulary)
-    )
+def test_bad_gpt2_files(tmp_path, files, message):
+    assert_rejected(message, build_tokenizer, "GPT2BPETokenizer", *_gpt2_files(tmp_path, **files))
 
 
 # --- GPT-2: parity with the implementation of another package
@@ -291,6 +279,36 @@ def test_long_texts_are_split(tokenizer, monkeypatch):
     assert tokenizer.tokenize_batch([text, "short"]) == [expected_ids, tokenizer.tokenize("short")]
 
 
+@pytest.mark.parametrize(
+    ("changes", "token", "is_split"),
+    [
+        ({}, {}, True),
+        ({}, {"content": "b", "single_word": True}, True),
+        ({}, {"content": "b", "lstrip": True}, False),
+        ({}, {"content": "a", "rstrip": True}, False),
+        ({}, {"content": "a b"}, False),
+        ({"normalizer": {"type": "Prepend", "prepend": "_"}}, {}, False),
+        ({"pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": True}}, {}, False),
+        ({"pre_tokenizer": {"type": "ByteLevel", "use_regex": False}}, {}, False),
+        ({"pre_tokenizer": None}, {}, False),
+    ],
+)
+def test_only_texts_whose_ids_stay_are_split(tmp_path, monkeypatch, changes, token, is_split):
+    trained = train_bpe(["a b a b" * 9], 262)
+    if token:
+        trained.add_tokens([tokenizers.AddedToken(**token)])
+    content = json.loads(trained.to_str())
+    pre_tokenizer = changes.get("pre_tokenizer")
+    if pre_tokenizer is not None:
+        changes = {"pre_tokenizer": content["pre_tokenizer"] | pre_tokenizer}
+    path = tmp_path / "tokenizer.json"
+    path.write_text(json.dumps(content | changes))
+    monkeypatch.setattr(hugging_face, "_MAX_CHARACTERS", 4)
+    tokenizer, text = HuggingFaceTokenizer(path), "a b ab a\nb a b " * 3
+    assert (len(list(tokenizer.pieces(text))) > 1) == is_split
+    assert tokenizer.tokenize(text) == tokenizers.Tokenizer.from_file(str(path)).encode(text).ids
+
+
 # --- BPE training
 
 
@@ -327,35 +345,14 @@ def test_byte_lengths_of_byte_level_tokens(tmp_path):
     assert lengths[tokenizer.eod] == 0
 
 
-def _read_with_normalizer(normalizer, folder) -> HuggingFaceTokenizer:
-    document = json.loads(train_bpe(["some text"], 300).to_str())
-    (folder / "tokenizer.json").write_text(json.dumps({**document, "normalizer": normalizer}))
-    return HuggingFaceTokenizer(folder / "tokenizer.json")
-
-
-@pytest.mark.parametrize(
-    "normalizer",
-    [
-        {"type": "Replace", "pattern": {"Regex": "("}, "content": "x"},
-        {"type": "Precompiled", "precompiled_charsmap": "AAAA"},
-    ],
-)
-def test_errors_of_the_library(normalizer, tmp_path):
-    assert_rejected(
-        re.escape(str(tmp_path / "tokenizer.json")), _read_with_normalizer, normalizer, tmp_path
-    )
-
-
-def test_panics_of_the_library(tmp_path):
-    tokenizer = _read_with_normalizer(
-        {"type": "Replace", "pattern": {"Regex": "\\K"}, "content": "x" * 100}, tmp_path
-    )
+def test_rejected_calls(tmp_path):
+    normalizer = {"type": "Replace", "pattern": {"Regex": "\\K"}, "content": "x" * 100}
+    (tmp_path / "tokenizer.json").write_text(_with_normalizer(normalizer))
+    tokenizer = HuggingFaceTokenizer(tmp_path / "tokenizer.json")
     assert_rejected("cannot encode the text", tokenizer.tokenize, "some text")
+    assert_rejected("256.*257", train_bpe, ["a"], 256)
+    assert train_bpe(["a"], 257).get_vocab_size() == 257
 
 
 def test_special_tokens_in_text_are_ordinary_text(tokenizer):
     assert tokenizer.eod not in tokenizer.tokenize("one <|endoftext|> two")
-
-
-def test_vocabulary_size_too_small():
-    assert_rejected("256.*257", train_bpe, ["a"], 256)

@@ -39,21 +39,21 @@ def test_char_level_tokenizer_vocabulary():
     )  # the prompt's text changes
 
 
-@pytest.mark.parametrize("name", ["TiktokenTokenizer", "HFLlamaTokenizer", "HFGPT2Tokenizer"])
-def test_unsupported_types_name_an_alternative(name):
-    assert_rejected(f"{name} is not supported: .*use ", build_tokenizer, name, "vocab")
-
-
-def test_missing_files(tmp_path):
-    assert_rejected(r"HFTokenizer.*vocab-file.*tokenizer\.json", build_tokenizer, "HFTokenizer")
-    assert_rejected(r"absent\.json", build_tokenizer, "HFTokenizer", tmp_path / "absent.json")
+@pytest.mark.parametrize(
+    ("name", "files", "message"),
+    [
+        *(
+            (name, ["vocab"], f"{name} is not supported: .*use ")
+            for name in ("TiktokenTokenizer", "HFLlamaTokenizer", "HFGPT2Tokenizer")
+        ),
+        ("HFTokenizer", [], r"HFTokenizer.*vocab-file.*tokenizer\.json"),
+        ("HFTokenizer", ["absent.json"], r"absent\.json"),
+        ("GPT2BPETokenizer", ["encoder.json"], r"merge-file.*GPT-2's.*vocab\.bpe"),
+    ],
+)
+def test_types_and_files_that_are_rejected(tmp_path, name, files, message):
     (tmp_path / "encoder.json").write_text("{}")
-    assert_rejected(
-        r"merge-file.*GPT-2's.*vocab\.bpe",
-        build_tokenizer,
-        "GPT2BPETokenizer",
-        tmp_path / "encoder.json",
-    )
+    assert_rejected(message, build_tokenizer, name, *(tmp_path / file for file in files))
 
 
 def test_byte_lengths_of_characters():

@@ -1,8 +1,11 @@
 """The process group of a single process, seeds, and signals."""
 
+import random
 import signal
 from collections.abc import Iterator
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
@@ -73,33 +76,33 @@ def test_deepy_forwards_a_sigterm_that_its_rank_has_received(layout, monkeypatch
         assert signals.received == signal.SIGTERM
 
 
+HOST = {
+    "RANK": "1",
+    "LOCAL_RANK": "0",
+    "WORLD_SIZE": "2",
+    "MASTER_ADDR": "no-such-host.invalid",
+    "MASTER_PORT": "29500",
+}
+
+
 @pytest.mark.parametrize(
-    ("missing", "message"),
+    ("variables", "gpus", "message"),
     [
-        ("", r"'no-such-host\.invalid'.*master_addr"),
-        ("MASTER_ADDR", "WORLD_SIZE is 2, but MASTER_ADDR is not set"),
+        (HOST, 0, r"'no-such-host\.invalid'.*master_addr"),
+        ({**HOST, "MASTER_ADDR": None}, 0, "WORLD_SIZE is 2, but MASTER_ADDR is not set"),
+        ({"LOCAL_RANK": "2", "DS_ACCELERATOR": None}, 2, "local rank 2.*2 visible GPU"),
     ],
 )
-def test_unknown_or_missing_first_host(tmp_path, monkeypatch, missing, message):
-    for name, value in {
-        "RANK": "1",
-        "LOCAL_RANK": "0",
-        "WORLD_SIZE": "2",
-        "MASTER_ADDR": "no-such-host.invalid",
-        "MASTER_PORT": "29500",
-    }.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.delenv(missing, raising=False)
+def test_ranks_that_cannot_start(tmp_path, monkeypatch, variables, gpus, message):
+    for name, value in variables.items():
+        if value is None:
+            monkeypatch.delenv(name, raising=False)
+        else:
+            monkeypatch.setenv(name, value)
+    if gpus:
+        monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+        monkeypatch.setattr("torch.cuda.device_count", lambda: gpus)
     with pytest.raises(UserError, match=message):
-        distributed.initialize(Config.from_flat(training_settings(tmp_path, "data")))
-
-
-def test_more_ranks_than_gpus_on_a_host(tmp_path, monkeypatch):
-    monkeypatch.setenv("LOCAL_RANK", "2")
-    monkeypatch.delenv("DS_ACCELERATOR", raising=False)
-    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
-    with pytest.raises(UserError, match=r"local rank 2.*2 visible GPU"):
         distributed.initialize(Config.from_flat(training_settings(tmp_path, "data")))
 
 
@@ -116,3 +119,29 @@ def test_signal_that_arrives_after_another_rank_stopped_is_ignored(layout, monke
         signal.raise_signal(signal.SIGTERM)
     finally:
         signal.signal(signal.SIGTERM, previous)
+
+
+@pytest.mark.parametrize("rank", range(12))
+def test_places_of_ranks(rank, tmp_path, monkeypatch):
+    """Tensor parallelism varies fastest, then the replica, then the stage."""
+    monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
+    monkeypatch.setattr("torch.distributed.get_rank", lambda: rank)
+    monkeypatch.setattr("torch.distributed.get_world_size", lambda: 12)
+    monkeypatch.setattr("megatron.core.parallel_state.model_parallel_is_initialized", lambda: True)
+    keys = {"pipe_parallel_size": 2, "model_parallel_size": 2, "train_batch_size": 12}
+    layout = distributed.initialize(Config.from_flat(training_settings(tmp_path, "data", **keys)))
+    stage, data_rank, tensor_rank = np.unravel_index(rank, (2, 3, 2))
+    assert (layout.pipeline_size, layout.data_size, layout.tensor_size) == (2, 3, 2)
+    assert (layout.stage, layout.data_rank, layout.tensor_rank) == (stage, data_rank, tensor_rank)
+
+
+def test_tensor_parallel_ranks_share_a_seed():
+    seeds = {}
+    for rank in range(12):
+        stage, data_rank, _ = np.unravel_index(rank, (2, 3, 2))
+        layout = SimpleNamespace(rank=rank, stage=int(stage), data_rank=int(data_rank))
+        distributed.seed_everything(7, layout)
+        drawn = random.random(), np.random.random(), torch.rand(()).item()  # noqa: NPY002
+        seeds.setdefault((stage, data_rank), set()).add(drawn)
+    assert all(len(drawn) == 1 for drawn in seeds.values())
+    assert len(set.union(*seeds.values())) == len(seeds) == 6

@@ -16,6 +16,7 @@ from tests.support.language_models import small_gpt
         ("NVIDIA A10G", 70e12),
         ("NVIDIA H200", 989e12),
         ("NVIDIA H100 80GB HBM3", 989e12),
+        ("NVIDIA H100 PCIe", 756e12),
         ("NVIDIA GeForce RTX 2080", None),
         ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
         ("NVIDIA GeForce RTX 4090 D", None),
@@ -34,10 +35,9 @@ def test_flops_per_token_follow_the_formula():
     outside = count_parameters(model.layers(), model.settings)["outside_embedding"]
     attention = 6 * config.num_layers * config.hidden_size * 100
     assert flops_per_token(outside, config, 100) == 6 * outside + attention
-    assert (
-        flops_per_token(outside, config.model_copy(update={"sliding_window_width": (99,)}), 100)
-        == 6 * outside + attention
-    )
+    for width in (99, 300):
+        windowed = config.model_copy(update={"sliding_window_width": (width,)})
+        assert flops_per_token(outside, windowed, 100) == 6 * outside + attention
     # On average, 20 keys of 100 tokens except for the first 20: 20 * (1 - 20 / 200).
     windowed = (
         flops_per_token(outside, config.model_copy(update={"sliding_window_width": (19,)}), 100)

@@ -10,6 +10,8 @@ import re
 import shutil
 import signal
 import sys
+import time
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -280,6 +282,31 @@ def run(log, engine, steps, start=0):
     log.check(start + len(steps))
 
 
+def test_the_speed_is_that_of_the_steps_of_this_process():
+    """The losses of earlier steps are part of the mean loss only."""
+    written = []
+    logger = SimpleNamespace(info=lambda text: None, metrics=lambda *values: written.append(values))
+    engine = SimpleNamespace(
+        deepspeed=SimpleNamespace(skipped_steps=0),
+        grad_norm=1.0,
+        loss_scale=None,
+        global_batch=4,
+        layout=SimpleNamespace(device=torch.device("cpu"), world_size=1),
+        kernel_statistics=dict,
+    )
+    config = make_config(train_iters=9, train_micro_batch_size_per_gpu=1)
+    state = TrainingState(iteration=5, tokens=1000, unlogged_losses=[6.0, 6.0])
+    log = StepLog(config, engine, logger, lambda _: 1.0, state)
+    log.add(torch.tensor(3.0))
+    log.seconds, log._started_at = 2.0, time.perf_counter()
+    log.write(replace(state, iteration=6, tokens=1064), 0.1)
+    ((values, iteration),) = written
+    assert (iteration, values["train/loss"]) == (6, 5.0)
+    assert values["train/seconds_per_step"] == pytest.approx(2.0, rel=0.1)
+    assert values["train/samples_per_second"] == pytest.approx(2.0, rel=0.1)
+    assert values["train/tokens_per_second"] == pytest.approx(32.0, rel=0.1)
+
+
 @pytest.mark.parametrize("hysteresis", [1, 2, 100])
 def test_the_descent_of_the_loss_scale_is_not_an_error(hysteresis):
     """From 2^32 to 1, as DeepSpeed lowers it: the hysteresis is used up once. Then training goes
@@ -312,29 +339,25 @@ def test_too_many_consecutive_skipped_steps_stop_the_run(fp16, scale, message):
         assert_rejected(rf"33 steps up to 67.*{message}", run, log, engine, skipped[:1], start=66)
 
 
-def test_a_run_whose_steps_were_all_skipped_is_an_error():
-    log, engine = step_log(train_iters=5, fp16={"enabled": True, "initial_scale_power": 30})
-    steps = [(5.0, math.inf, 2.0**power) for power in (30, 29, 28, 27, 26)]
-    assert_rejected(r"5.*fp16\.initial_scale_power.*30", run, log, engine, steps)
-    # Also if the earlier steps were skipped before the run was resumed.
-    log, engine = step_log(train_iters=9, fp16={"enabled": True, "initial_scale_power": 30})
-    log.skipped_steps = 4
-    assert_rejected("all 9 steps were skipped", run, log, engine, steps, start=4)
+FP16 = {"enabled": True, "initial_scale_power": 30}
+SKIPPED = [(5.0, math.inf, 2.0**power) for power in (30, 29, 28, 27, 26)]
 
 
-def test_a_loss_that_is_not_finite_in_fp16_is_named_after_the_loss_scale_reached_its_end():
-    log, engine = step_log(fp16={"enabled": True})
-    assert_rejected(
-        r"not finite \(nan or inf\) at iteration 34;",
-        run,
-        log,
-        engine,
-        [(math.nan, math.inf, 1.0)] * 34,
-    )
-    log, engine = step_log(precision="bfloat16")
-    assert_rejected(
-        r"not finite \(nan or inf\) at iteration 1;", run, log, engine, [(math.nan, 1.0, None)]
-    )
+@pytest.mark.parametrize(
+    ("keys", "skipped", "steps", "message"),
+    [
+        ({"train_iters": 5, "fp16": FP16}, 0, SKIPPED, r"5.*fp16\.initial_scale_power.*30"),
+        # Also if the earlier steps were skipped before the run was resumed.
+        ({"train_iters": 9, "fp16": FP16}, 4, SKIPPED, "all 9 steps were skipped"),
+        # After the loss scale has reached its end.
+        ({"fp16": {"enabled": True}}, 0, [(math.nan, math.inf, 1.0)] * 34, "at iteration 34;"),
+        ({"precision": "bfloat16"}, 0, [(math.nan, 1.0, None)], "at iteration 1;"),
+    ],
+)
+def test_steps_that_end_a_run(keys, skipped, steps, message):
+    log, engine = step_log(**keys)
+    log.skipped_steps = skipped
+    assert_rejected(message, run, log, engine, steps, start=skipped)
 
 
 @pytest.mark.ci
@@ -461,6 +484,10 @@ def test_steps_are_counted_from_iteration_0(tmp_path, iteration, total, steps, l
             "profile_step_stop 4.*profile_step_start",
         ),
         ({}, "profile_step_start 10.*train_iters.*6"),
+        (
+            {"profile_step_start": 6, "profile_step_stop": 9},
+            "profile_step_start 6.*train_iters.*6",
+        ),
         ({"profile_step_start": 1, "log_dir": None}, "neither is set; set one of them"),
     ],
 )

@@ -1,5 +1,7 @@
 """Training runs in this process: losses, curricula, self-checks, and errors for unusable input."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -8,12 +10,13 @@ from kerple.attention.backends.chunked import chunked_attention
 from kerple.positional import KerpleLog, registry
 from megatron.checkpoint.directory import saved_iterations
 from megatron.checkpoint.manifest import write_manifest_of_folder
+from megatron.checkpoint.state_dict import TrainingState
 from megatron.config import Config, UserError
 from megatron.data.datasets import build_datasets
 from megatron.tokenizer.tokenizer import build_tokenizer
 from megatron.training import distributed
 from megatron.training.engine import GPTWithLoss
-from megatron.training.loop import train
+from megatron.training.loop import Trainer, train
 from megatron.training.optimizer import Schedule
 from tests.support.configs import make_config
 from tests.support.errors import assert_rejected
@@ -262,3 +265,26 @@ def test_skipped_fp16_steps_do_not_advance_the_learning_rate(
     assert metrics(tmp_path / "parts", "train/learning_rate") == rates
     assert metrics(tmp_path / "parts") == metrics(tmp_path / "whole")
     assert "jumps" not in (tmp_path / "parts" / "logs" / "train.log").read_text()
+
+
+@pytest.mark.parametrize(
+    ("evaluated_at", "consumed", "expected"), [(6, 20, 8), (6, 5, 0), (4, 20, 20)]
+)
+def test_validation_at_the_end_repeats_that_of_an_earlier_process(evaluated_at, consumed, expected):
+    """On the same samples; those from the first on if eval_iters has been raised since."""
+    starts = []
+    validator = SimpleNamespace(
+        validated_at=None, validate=lambda state: starts.append(state.consumed_valid_samples)
+    )
+    trainer = SimpleNamespace(
+        config=SimpleNamespace(training=SimpleNamespace(eval_iters=3)),
+        engine=SimpleNamespace(global_batch=4),
+        state=TrainingState(
+            iteration=6, evaluated_at=evaluated_at, consumed_valid_samples=consumed
+        ),
+        validator=validator,
+        curves=None,
+        last_iteration=0,
+    )
+    Trainer.evaluate_at_end(trainer)
+    assert starts == [expected]

@@ -78,6 +78,8 @@ def test_without_warmup_and_with_nothing_else():
     assert Schedule(1.0, "linear", 100, 0.0)(25) == 0.75
     assert Schedule(1.0, "cosine", 100, 100.0)(100) == 1.0
     assert Schedule(1.0, "cosine", 100, 100.0, min_lr=0.1)(101) == pytest.approx(0.1)
+    assert 1.8e-5 + (6e-5 - 1.8e-5) > 6e-5  # rounded up
+    assert Schedule(6e-5, "cosine", 10**10, 0.0, min_lr=1.8e-5)(1) == 6e-5
 
 
 @pytest.mark.parametrize("version", ["neox", "neox-2022"])
@@ -121,6 +123,11 @@ def test_a_schedule_that_does_not_continue_the_run():
     # A finished run of 20 steps that continues to step 30: the linear decay starts again.
     jump = Schedule(3e-3, "linear", 30, 0.3).jump(20, Schedule(3e-3, "linear", 20, 0.2)(19))
     assert "0.000152 to 0.00101" in jump
+    # A tenth of the larger rate is no jump.
+    constant = Schedule(1.0, "constant", 100, 0.0)
+    assert constant.jump(5, 0.905) is constant.jump(5, 1.1) is None
+    assert constant.jump(5, 0.895) is not None
+    assert constant.jump(5, 1.12) is not None
 
 
 def test_a_run_follows_the_schedule(tmp_path, data_path, capsys):
@@ -155,6 +162,22 @@ def test_only_matrices_of_a_method_have_weight_decay():
         decayed = {id(parameter) for parameter in parameter_groups(model, 0.1)[0]["params"]}
         names = {name for name, parameter in model.named_parameters() if id(parameter) in decayed}
         assert {name.split(".rpe.")[1] for name in names if ".rpe." in name} == expected
+
+
+@pytest.mark.parametrize("pos_emb", ["none", "dape_kerple"])
+def test_matrices_of_blocks_without_those_of_a_method(pos_emb):
+    model = GPT(model_settings(**SHAPE, pos_emb=pos_emb))
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    matrices = set()
+    for group in parameter_groups(model, 0.1, separates_matrices=True):
+        if "matrices" in group:
+            matrices |= {names[id(parameter)].split(".", 1)[1] for parameter in group["params"]}
+    assert matrices == {
+        "attention.query_key_value.weight",
+        "attention.dense.weight",
+        "mlp.dense_h_to_4h.weight",
+        "mlp.dense_4h_to_h.weight",
+    }
 
 
 def test_parameters_with_the_same_bounds_are_a_group():

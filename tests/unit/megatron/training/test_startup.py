@@ -20,16 +20,22 @@ def nothing_is_built(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("key", "message"),
+    ("keys", "message"),
     [
-        ("save", "save.*file/x"),
-        ("log_dir", r"file/x/log\.lock"),
-        ("tensorboard_dir", r"file/x/log\.lock"),
+        ({"save": "file/x"}, "save.*file/x"),
+        ({"log_dir": "file/x"}, r"file/x/log\.lock"),
+        ({"tensorboard_dir": "file/x"}, r"file/x/log\.lock"),
+        ({"attention_backend": "flex"}, "\"attention_backend\".*'flex'"),
+        ({"attention_backend": "fused"}, "\"attention_backend\".*'fused'"),
     ],
 )
-def test_a_folder_that_is_not_writable(key, message, tmp_path, data_path, nothing_is_built):
+def test_folders_and_backends_that_cannot_be_used(
+    keys, message, tmp_path, data_path, nothing_is_built, monkeypatch
+):
+    monkeypatch.setattr("kerple.attention.backends.triton.launch._load_kernels", lambda: None)
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "file").write_text("a file")
-    assert_rejected(message, trained, tmp_path, data_path, **{key: str(tmp_path / "file" / "x")})
+    assert_rejected(message, trained, tmp_path, data_path, **keys)
 
 
 def test_the_disk_of_the_log_is_full(tmp_path, data_path, nothing_is_built):
@@ -103,17 +109,3 @@ def test_all_hosts_must_share_the_folder(tmp_path, monkeypatch):
     monkeypatch.setattr(startup, "run_on_all_ranks", on_a_host_with_a_folder_of_its_own)
     with contextlib.ExitStack() as resources, pytest.raises(UserError, match="rank 0"):
         startup.lock_save_folder(str(tmp_path), resources)
-
-
-@pytest.mark.parametrize("backend", ["flex", "fused"])
-def test_an_attention_backend_that_cannot_train_on_this_device(
-    backend, tmp_path, data_path, nothing_is_built, monkeypatch
-):
-    monkeypatch.setattr("kerple.attention.backends.triton.launch._load_kernels", lambda: None)
-    assert_rejected(
-        f"\"attention_backend\".*'{backend}'",
-        trained,
-        tmp_path,
-        data_path,
-        attention_backend=backend,
-    )

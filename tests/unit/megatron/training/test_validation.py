@@ -1,6 +1,7 @@
 """Validation during training, and extrapolation curves."""
 
 import copy
+import math
 import os
 import re
 
@@ -10,6 +11,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from megatron.evaluation import evaluate_extrapolation
 from megatron.inference import load_model
+from megatron.training.validation import in_context_score, perplexity
 from tests.support.corpora import part_tokens
 from tests.support.errors import assert_rejected
 from tests.support.language_models import random_tokens, small_gpt
@@ -165,3 +167,14 @@ def test_train_iters_0_validates_at_another_length(tmp_path, data_path, capsys):
     ((iteration, loss),) = metrics(tmp_path / "long", "validation/loss").items()
     assert iteration == 6
     assert 1.0 < loss < metrics(tmp_path)[1]
+
+
+def test_perplexities_are_finite():
+    assert perplexity(2.0) == math.exp(2.0)
+    assert perplexity(1e6) == perplexity(700.0) < math.inf
+
+
+def test_in_context_scores_need_64_positions():
+    losses = [9.0] * 8 + [5.0] * 24 + [7.0] * 16 + [2.0] * 16
+    assert in_context_score(losses) == -3.0
+    assert in_context_score(losses[:-1]) is None

@@ -21,7 +21,6 @@ from megatron.model.settings import TensorParallel
 from megatron.optimizers.registry import build_optimizer
 from megatron.utils import environment
 from megatron.utils.environment import VERSIONS, check_parameters, check_version
-from megatron.utils.errors import UserError
 from tests.support.errors import assert_rejected
 
 
@@ -155,38 +154,33 @@ def test_the_versions_are_those_of_the_requirements(package):
     )
 
 
-def test_a_version_built_from_source_is_accepted(monkeypatch):
-    install(monkeypatch, "deepspeed", VERSIONS["deepspeed"] + "+1f2e3d4c")
-    check_version("deepspeed")
-    install(monkeypatch, "deepspeed", "99.1.0+1f2e3d4c")
-    assert_rejected("deepspeed 99", check_version, "deepspeed")
+def loads(module):
+    def load():
+        source = importlib.util.find_spec(module)
+        source.loader.exec_module(importlib.util.module_from_spec(source))
+
+    return load
 
 
 @pytest.mark.parametrize(
-    ("package", "module"),
+    ("package", "call"),
     [
-        ("deepspeed", "megatron.training.deepspeed_setup"),
-        ("megatron-core", "megatron.data.index_cache"),
-        ("lm-eval", "megatron.evaluation.harness"),
+        ("deepspeed", loads("megatron.training.deepspeed_setup")),
+        ("megatron-core", loads("megatron.data.index_cache")),
+        ("lm-eval", loads("megatron.evaluation.harness")),
+        (
+            "megatron-core",
+            lambda: column_linear(4, 8, bias=True, tp=TensorParallel(rank=0, size=2)),
+        ),
     ],
 )
-def test_modules_reject_unknown_versions(package, module, monkeypatch):
-    source = importlib.util.find_spec(module)
-    install(monkeypatch, package, "99.1.0")
-    with pytest.raises(UserError, match=rf"{package} 99\.1\.0 .*{package}=={VERSIONS[package]}"):
-        source.loader.exec_module(importlib.util.module_from_spec(source))
-
-
-def test_tensor_parallel_layers_reject_unknown_versions(monkeypatch):
-    install(monkeypatch, "megatron-core", "0.17.0")
-    assert_rejected(
-        r"megatron-core.*0\.17\.0",
-        column_linear,
-        4,
-        8,
-        bias=True,
-        tp=TensorParallel(rank=0, size=2),
-    )
+def test_unknown_versions_are_rejected(package, call, monkeypatch):
+    """Not those that were built from the source of a known version."""
+    for version in ("99.1.0", "99.1.0+1f2e3d4c"):
+        install(monkeypatch, package, version)
+        assert_rejected(rf"{package} 99\.1\.0.*{package}=={VERSIONS[package]}", call)
+    install(monkeypatch, package, VERSIONS[package] + "+1f2e3d4c")
+    check_version(package)
 
 
 def test_adam8bit_rejects_unknown_versions(monkeypatch):
@@ -203,15 +197,12 @@ def test_caches_need_the_test_for_tensors_of_torch_func(monkeypatch):
         may_cache()
 
 
-def test_yaml_needs_the_overridden_function_of_pyyaml(monkeypatch):
-    monkeypatch.delattr(yaml.composer.Composer, "compose_mapping_node")
-    assert_rejected("PyYAML.*compose_mapping_node", parse_override, "seed=1")
-
-
-def test_renamed_parameters_are_an_error():
+def test_renamed_functions_and_parameters_are_an_error(monkeypatch):
     check_parameters("Python", tarfile.TarInfo, "frombuf", "buf", "encoding")
     pattern = r"Python 3.*tarfile\.TarInfo\.frombuf.*buffer"
     assert_rejected(pattern, check_parameters, "Python", tarfile.TarInfo, "frombuf", "buffer")
+    monkeypatch.delattr(yaml.composer.Composer, "compose_mapping_node")
+    assert_rejected("PyYAML.*compose_mapping_node", parse_override, "seed=1")
 
 
 def test_devices():

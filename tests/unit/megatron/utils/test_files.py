@@ -1,8 +1,10 @@
 import errno
 import os
+import re
 
 from megatron.utils.files import (
     check_writable,
+    expanded_path,
     read_file,
     read_lines,
     sync_folder,
@@ -78,3 +80,13 @@ def test_lines_of_limited_length(tmp_path):
     path.write_bytes(b"ab\n\n" + b"c" * 9)
     assert list(read_lines(path, 9)) == [b"ab\n", b"\n", b"c" * 9]
     assert_rejected("line 3 is longer than 8 bytes", list, read_lines(path, 8))
+
+
+def test_secrets_of_variables_are_no_part_of_a_path(monkeypatch):
+    """Those that are written out are found where the path is used."""
+    monkeypatch.setenv("LOGIN", "user:abcdefg@host")
+    monkeypatch.setenv("WANDB_API_KEY", "0123456789")
+    for text in ("https://$LOGIN/data", "a/${WANDB_API_KEY}"):
+        assert_rejected(re.escape(text), expanded_path, text)
+    for text in ("https://user:abcdefg@host/data", "a/0123456789"):
+        assert expanded_path(text) == text

@@ -96,17 +96,15 @@ def test_a_file_that_cannot_be_removed_stays_behind(tmp_path):
         assert path.is_file()
 
 
-def test_a_folder_that_cannot_be_created(tmp_path):
+def test_a_folder_without_locks(tmp_path, monkeypatch):
+    """One that cannot be created, and one on a file system without flock."""
     (tmp_path / "file").write_text("")
     lock = Lock(tmp_path / "file" / "corpus.lock", "busy")
     assert_rejected(f"{tmp_path}/file/corpus.lock: ", lock.acquire)
 
-
-def test_a_file_system_without_flock(tmp_path, monkeypatch):
     def flock(*_):
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
     monkeypatch.setattr("fcntl.flock", flock)
-    assert_rejected(
-        f"{tmp_path}/corpus.lock: .* flock", Lock(tmp_path / "corpus.lock", "busy").acquire
-    )
+    lock = Lock(tmp_path / "corpus.lock", "busy")
+    assert_rejected(f"{tmp_path}/corpus.lock: .* flock", lock.acquire)

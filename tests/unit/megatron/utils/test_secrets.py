@@ -57,6 +57,11 @@ def test_values_of_secret_environment_variables_are_removed(monkeypatch):
     }
     assert without_secrets({**longer, "seed": "012345678"}) == {"seed": "012345678"}
 
+    # Short values are words of their own.
+    for value, is_hidden in (("abcdef", True), ("abcde", False)):
+        monkeypatch.setenv("WANDB_API_KEY", value)
+        assert redact(f"a {value} b") == f"a {'***' if is_hidden else value} b"
+
 
 @pytest.mark.parametrize(
     ("text", "expected"),

@@ -286,27 +286,21 @@ def test_the_queries_are_the_last_positions_by_default():
 
 
 @pytest.mark.parametrize(
-    ("span", "keys", "start", "message"),
+    ("name", "mode", "keys", "start", "message"),
     [
-        (SINKS, 40, 29, "10.*29.*40.*start=30"),
-        (SINKS, 9, None, "10 .*-1 .* 9 keys"),
-        (SINKS, 32, 30, "32 keys .*39: .* 4 to 11 .* 30"),
-        (Span(window=20), 28, 30, " 0 to 11 .* 30 .* 11"),
-        (Span(), 39, 30, " 0 to 0 .* 0"),
+        ("kerple_log", AttentionMode(SINKS), 40, 29, "10.*29.*40.*start=30"),
+        ("kerple_log", AttentionMode(SINKS), 9, None, "10 .*-1 .* 9 keys"),
+        ("kerple_log", AttentionMode(SINKS), 32, 30, "32 keys .*39: .* 4 to 11 .* 30"),
+        ("kerple_log", AttentionMode(Span(window=20)), 28, 30, " 0 to 11 .* 30 .* 11"),
+        ("kerple_log", AttentionMode(), 39, 30, " 0 to 0 .* 0"),
+        ("forgetting", SCALED_SINKS, 10, None, "decay_sums"),
     ],
 )
-def test_keys_that_do_not_fit_the_queries_are_rejected(span, keys, start, message):
-    method = build("kerple_log", ModelShape(HEADS, HEAD_SIZE, HEADS * HEAD_SIZE, 1, 32))
+def test_keys_and_decays_that_do_not_fit(name, mode, keys, start, message):
+    method = build(name, ModelShape(HEADS, HEAD_SIZE, HEADS * HEAD_SIZE, 1, 32))
     query, key = (torch.randn(1, HEADS, length, HEAD_SIZE) for length in (10, keys))
     with pytest.raises(ValueError, match=message):
-        attend_in_mode(query, key, key, method, AttentionMode(span), start=start)
-
-
-def test_a_decay_needs_its_sums():
-    method = build("forgetting", ModelShape(HEADS, HEAD_SIZE, HEADS * HEAD_SIZE, 1, 32))
-    states = torch.randn(1, HEADS, 10, HEAD_SIZE)
-    with pytest.raises(ValueError, match="decay_sums"):
-        attend_in_mode(states, states, states, method, SCALED_SINKS)
+        attend_in_mode(query, key, key, method, mode, start=start)
 
 
 def test_an_empty_batch():

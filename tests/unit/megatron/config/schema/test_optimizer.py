@@ -28,21 +28,28 @@ def test_precision(flat, keys, dtype):
     assert Config.from_flat({**flat, **keys}).precision.dtype == dtype
 
 
-def test_contradictory_precision(flat):
-    for keys in (
-        {"fp16": {"enabled": True}, "bf16": {"enabled": True}},
-        {"precision": "fp32", "bf16": {"enabled": True}},
-        {"precision": "fp16", "fp16": {"enabled": True, "type": "bfloat16"}},
-    ):
-        assert_rejected("contradictory precision", Config.from_flat, {**flat, **keys})
-
-
-def test_optimizers_of_zero_are_rejected(flat):
-    for key, value in (
-        ("cpu_offload", True),
-        ("cpu_offload", 1),
-        ("offload_optimizer", {"device": "cpu"}),
-        ("zenflow", {"topk_ratio": 0.1}),
-    ):
-        keys = {**flat, "zero_optimization": {"stage": 2, key: value}}
-        assert_rejected(rf"zero_optimization\.{key} is not supported", Config.from_flat, keys)
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, "contradictory precision"),
+        ({"precision": "fp32", "bf16": {"enabled": True}}, "contradictory precision"),
+        (
+            {"precision": "fp16", "fp16": {"enabled": True, "type": "bfloat16"}},
+            "contradictory precision",
+        ),
+        *(
+            (
+                {"zero_optimization": {"stage": 2, key: value}},
+                rf"zero_optimization\.{key} is not supported",
+            )
+            for key, value in (
+                ("cpu_offload", True),
+                ("cpu_offload", 1),
+                ("offload_optimizer", {"device": "cpu"}),
+                ("zenflow", {"topk_ratio": 0.1}),
+            )
+        ),
+    ],
+)
+def test_rejected_precisions_and_optimizers_of_zero(flat, keys, message):
+    assert_rejected(message, Config.from_flat, {**flat, **keys})

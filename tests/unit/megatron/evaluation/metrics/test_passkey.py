@@ -151,3 +151,13 @@ def test_a_length_without_positions_has_a_note():
     for record in run_eval_tasks(model, tasks, progress=False):
         assert (record["accuracy"], record["correct"], record["trials"]) == (None, 0, 2)
         assert "32" in record["note"]
+
+
+def test_the_shortest_prompt_has_no_filler():
+    prompts = Prompts(CHARACTERS)
+    parts = INTRODUCTION + KEY.format(key=12345) + QUESTION + ANSWER.format(key=12345)
+    shortest = len(parts) - 1
+    with pytest.raises(UserError, match=f"{shortest:,}"):
+        prompts.check(shortest - 1, 0.5, 3)
+    prompts.check(shortest, 0.5, 3)
+    assert prompts.build(shortest, 0.5, 3)[0].shape == (3, len(parts))
