@@ -33,6 +33,7 @@ def unpack(archive: str | Path, folder: Path) -> None:
     damaged, takes more than the free space of the disk, or is a tar file with members that
     tarfile's filter "data" rejects. The caller must then remove what was unpacked before.
     """
+    # The format, and the space for the files.
     with open_file(archive) as stream:
         start = stream.read(6)
     free, size = shutil.disk_usage(folder).free, 0
@@ -51,6 +52,7 @@ def unpack(archive: str | Path, folder: Path) -> None:
         check_size(member.size)
         return tarfile.data_filter(member, path)
 
+    # A tar file is read to its end, with the checksum of the compression.
     try:
         if start.startswith(_ZIP_SIGNATURES):
             with open_file(archive) as stream, zipfile.ZipFile(stream) as zipped:
