@@ -14,7 +14,7 @@ from kerple.attention.backend import Requirements
 from kerple.attention.call import AttentionCall, check_documents, check_shapes
 from kerple.attention.dispatch import Dispatcher, check_backend, run, runs_fused
 from kerple.attention.documents import Documents
-from kerple.attention.span import Span
+from kerple.attention.span import FULL, Span
 from kerple.attention.tables import PositionTables, position_tables
 from kerple.positional import PositionalMethod
 
@@ -71,22 +71,28 @@ class Attention(nn.Module):
         Raises ValueError for arguments that do not fit together or do not fit the method, and
         NotImplementedError if the backend does not support the call.
         """
-        # Rotation and tables read the shapes before the call is validated.
-        check_shapes(query, key, value)
-        span = Span(window, block, causal=causal)
+        span = FULL
+        if window is not None or block is not None or not causal:
+            span = Span(window, block, causal=causal)
         if isinstance(documents, Tensor):
             documents = Documents(documents)
 
-        # What the method computes from the states and their lengths.
+        # What the method computes from the states and their lengths, which are checked first. With
+        # shared tables and without a rotation, the call itself checks them.
+        method = self.positional
+        rotates = method is not None and "rotate" in method.hooks
+        if rotates or tables is None:
+            check_shapes(query, key, value)
         if tables is None:
             tables = self._tables(query, key, span)
-        query, key = self._rotated(query, key, documents, causal)
+        if rotates:
+            query, key = self._rotated(query, key, documents, causal)
         call = AttentionCall(
             query=query,
             key=key,
             value=value,
             scale=scale_or_default(scale, query),
-            method=self.positional,
+            method=method,
             tables=tables,
             decay_sums=decay_sums,
             span=span,
@@ -99,10 +105,9 @@ class Attention(nn.Module):
     def _rotated(
         self, query: Tensor, key: Tensor, documents: Documents | None, causal: bool
     ) -> tuple[Tensor, Tensor]:
-        """Query and key after the method's rotation, if it has one."""
+        """Query and key after the method's rotation."""
         method = self.positional
-        if method is None or "rotate" not in method.hooks:
-            return query, key
+        assert method is not None
         # Causal queries have the last positions, others the first ones.
         s = query.shape[2]
         t = key.shape[2]
