@@ -1,6 +1,7 @@
 """Adding a positional method to a model of transformers, saving and loading it."""
 
 import copy
+import hashlib
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -8,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load, save
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -22,6 +23,9 @@ MODULE = "kerple_positional"
 # What is noted in modules, without registering it.
 MARKS = ("_kerple_attention", "_kerple_cross", "_kerple_removed", "_kerple_state")
 WEIGHTS, DESCRIPTION = "positional.safetensors", "positional.json"
+# The keys of DESCRIPTION.
+DESCRIBED = {"method", "class", "options", "own_positions", "layers"}
+DESCRIBED |= {"num_layers", "num_heads", "head_size", "sha256"}
 # What a method may need that the interface does not pass.
 UNAVAILABLE = {
     "decay": "the hidden states of the layer, which transformers does not pass to attention",
@@ -138,8 +142,13 @@ def save_positional(model: PreTrainedModel, folder: str | Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     module = getattr(_owner(model), MODULE)
     weights = {name: tensor.detach().contiguous() for name, tensor in module.state_dict().items()}
-    save_file(weights, folder / WEIGHTS, metadata={"format": "pt"})
-    (folder / DESCRIPTION).write_text(json.dumps(description, indent=1) + "\n")
+    data = save(weights, metadata={"format": "pt"})
+    text = json.dumps({**description, "sha256": hashlib.sha256(data).hexdigest()}, indent=1) + "\n"
+    # If the second file is not written, the digest in the old one does not fit the first.
+    for name, content in ((WEIGHTS, data), (DESCRIPTION, text.encode())):
+        unfinished = folder / f"{name}.unfinished"
+        unfinished.write_bytes(content)
+        unfinished.replace(folder / name)
 
 
 def load_positional(model: PreTrainedModel, folder: str | Path) -> PreTrainedModel:
@@ -187,7 +196,7 @@ def _read(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
                 f"{folder}: has both {DESCRIPTION} and a model that was saved with a method; "
                 "remove one of them"
             )
-        return json.loads((folder / DESCRIPTION).read_text()), load_file(folder / WEIGHTS)
+        return _read_adapter(folder)
 
     # A complete model, in one file or several.
     if description is None:
@@ -201,6 +210,25 @@ def _read(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
                 if name.startswith(f"{MODULE}."):
                     weights[name.removeprefix(f"{MODULE}.")] = file.get_tensor(name)
     return description, weights
+
+
+def _read_adapter(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """What `save_positional` wrote. Raises ValueError if a file is damaged."""
+    try:
+        description = json.loads((folder / DESCRIPTION).read_text())
+    except ValueError as error:
+        raise ValueError(f"{folder / DESCRIPTION}: is damaged ({error})") from error
+    if not isinstance(description, dict) or not description.keys() >= DESCRIBED:
+        raise ValueError(
+            f"{folder / DESCRIPTION}: must have the keys {', '.join(sorted(DESCRIBED))}"
+        )
+    data = (folder / WEIGHTS).read_bytes()
+    if hashlib.sha256(data).hexdigest() != description["sha256"]:
+        raise ValueError(
+            f"{folder / WEIGHTS}: is damaged, or was not saved together with {DESCRIPTION}; save "
+            "the method again"
+        )
+    return description, load(data)
 
 
 def _build(

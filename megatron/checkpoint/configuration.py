@@ -169,8 +169,11 @@ def check_trained_data(step: Path, data: Mapping[str, str]) -> list[str]:
 
     data: prefix -> `data_fingerprint` of the present datasets.
     """
+    try:
+        saved = read_state_file(step).get("training", {}).get("data", {})
+    except CheckpointError:  # as of other programs
+        return []
     # Paths may be spelled differently.
-    saved = read_state_file(step).get("training", {}).get("data", {})
     trained = {os.path.realpath(prefix): fingerprint for prefix, fingerprint in saved.items()}
     for prefix, fingerprint in data.items():
         before = trained.get(os.path.realpath(prefix), fingerprint)

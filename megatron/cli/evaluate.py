@@ -14,6 +14,7 @@ import torch
 
 from kerple.positional import method_class
 from megatron.checkpoint.configuration import (
+    check_trained_data,
     check_trained_tokenizer,
     evaluated_method,
     trained_tokenizer,
@@ -40,13 +41,14 @@ from megatron.cli.model_options import (
 )
 from megatron.config import Config, UserError
 from megatron.config.schema.model import ModelConfig
-from megatron.data.indexed_dataset import file_sha256
+from megatron.data.indexed_dataset import data_fingerprint, file_sha256
+from megatron.data.streams import evaluation_corpora
 from megatron.evaluation.metrics.effective_length import effective_lengths, plan_effective_lengths
 from megatron.evaluation.metrics.passkey import Prompts
 from megatron.evaluation.modes import supported_modes
 from megatron.evaluation.records import Checkpoint, Provenance, Record
 from megatron.evaluation.results_file import ResultsFile
-from megatron.evaluation.runner import LOSS_NOTE, EvalTask, run_eval_tasks
+from megatron.evaluation.runner import EvalTask, check_losses, run_eval_tasks
 from megatron.evaluation.text import Text, check_range, evaluation_text
 from megatron.inference.loading import check_finite
 from megatron.tokenizer.interface import Tokenizer
@@ -152,6 +154,8 @@ def _evaluate(
             )
     tokenizer = _build_tokenizer(models, config, options, report)
     text = _read_text(config, tokenizer, options)
+    if options.text is None and not config.checkpoint.allow_other_data:
+        _check_data(models, config, options.split)
     prompts = Prompts(tokenizer) if options.passkey and tokenizer is not None else None
 
     # The tasks of each model, and the records of the modes that it does not support.
@@ -218,15 +222,7 @@ def _evaluate(
             for path in write_summary(results.records, output):
                 report(str(path))
 
-            # All weights are finite, but the computation can overflow, as in fp16.
-            for stored in results.records:
-                is_loss = stored["kind"] == "extrapolation"
-                if is_loss and str(stored["note"]).startswith(LOSS_NOTE):
-                    raise UserError(
-                        f"{results.path}: {stored['pos_emb']} {stored['mode']} at "
-                        f"{stored['length']:,}: {stored['note']} (n/a in the report); evaluate "
-                        "with --precision fp32"
-                    )
+            check_losses(results.records, results.path)
 
 
 def _missing_tasks(tasks: Sequence[EvalTask], results: ResultsFile) -> list[int]:
@@ -361,6 +357,16 @@ def _build_tokenizer(
                 "it in a run of its own, without keys of another tokenizer"
             )
     return tokenizer
+
+
+def _check_data(models: Sequence[EvaluatedModel], config: Config, part: str) -> None:
+    """Raises UserError if a dataset to evaluate on has other contents than when a checkpoint was
+    trained with it: it may contain the text of that training.
+    """
+    prefixes, _ = evaluation_corpora(config, part)
+    data = {prefix: data_fingerprint(prefix) for prefix in prefixes}
+    for model in models:
+        check_trained_data(model.step, data)
 
 
 def _read_text(config: Config, tokenizer: Tokenizer | None, options: argparse.Namespace) -> Text:

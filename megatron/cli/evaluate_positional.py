@@ -11,6 +11,7 @@ from typing import Any
 from transformers import AutoModelForCausalLM
 
 from kerple.transformers import load_positional, use_positional
+from kerple.transformers.adapter import MODULE
 from megatron.checkpoint.layers import DTYPES
 from megatron.cli.evaluation_options import add_options, changed_options, plan_losses
 from megatron.cli.evaluation_text import first_token, text_of_file
@@ -21,7 +22,7 @@ from megatron.data.indexed_dataset import file_sha256
 from megatron.evaluation.protocols import parse_protocol
 from megatron.evaluation.records import Checkpoint, Provenance
 from megatron.evaluation.results_file import ResultsFile
-from megatron.evaluation.runner import run_eval_tasks, unique_lengths
+from megatron.evaluation.runner import check_losses, run_eval_tasks, unique_lengths
 from megatron.inference.decoder import as_decoder
 from megatron.inference.loading import check_finite
 from megatron.reporting.aggregate import measurements
@@ -106,6 +107,7 @@ def evaluate_positional(description: str, argv: Sequence[str]) -> None:
             )
         for path in write_summary(results.records, Path(options.output)):
             print(path, flush=True)
+        check_losses(results.records, results.path)
 
 
 def _parse(description: str, argv: Sequence[str]) -> argparse.Namespace:
@@ -137,9 +139,23 @@ def _load_model(folder: Path, options: argparse.Namespace) -> Any:
     # Weights are never unpickled, and code in the folder is not run.
     device, dtype = choose_device(options.device), DTYPES[options.precision]
     try:
-        model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, use_safetensors=True)
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=dtype, use_safetensors=True, output_loading_info=True
+        )
     except (OSError, ValueError, RuntimeError, ImportError) as error:
         raise UserError(f"--checkpoint {folder}: {first_line(error)}") from error
+    model, found = loaded
+    random = [*map(str, found["missing_keys"]), *map(str, found["mismatched_keys"])]
+    if random:
+        raise UserError(
+            f"--checkpoint {folder}: its weights are not those of {type(model).__name__}, which "
+            f"also needs {', '.join(sorted(random)[:3])}"
+        )
+    if hasattr(model.config, MODULE) and NONE in options.positional:
+        raise UserError(
+            f"--checkpoint {folder}: was saved with a method; name it ({OPTION} {folder}), not "
+            f"{NONE}"
+        )
     check_finite(model, folder)
     return model.to(device).eval()
 
@@ -160,6 +176,7 @@ def _add_method(model: Any, folder: Path, adapter: str) -> None:
         load_positional(model, adapter)
     except (OSError, ValueError, NotImplementedError) as error:
         raise UserError(f"{OPTION} {adapter}: {error}") from error
+    check_finite(model, adapter)
 
 
 def _fingerprint(folder: Path, adapter: str) -> str:

@@ -161,9 +161,11 @@ class ResolutionRecord(Record):
         texts: number of segments averaged over.
         layers: mean over the heads and segments, per layer.
         resolution: mean over the layers; None if it could not be measured.
+        targets: see `ExtrapolationRecord`. Earlier versions did not record it.
     """
 
     texts: Count
+    targets: NotRequired[Name]
     layers: Floats
     resolution: Float | None
 

@@ -274,6 +274,19 @@ def run_eval_tasks(
     return records
 
 
+def check_losses(records: Iterable[Record], place: object) -> None:
+    """Raises UserError, starting with `place`, if a loss is NaN or infinite: all weights are
+    finite, but the computation can overflow, as in fp16.
+    """
+    for record in records:
+        is_loss = record["kind"] == "extrapolation"
+        if is_loss and str(record["note"]).startswith(LOSS_NOTE):
+            raise UserError(
+                f"{place}: {record['pos_emb']} {record['mode']} at {record['length']:,}: "
+                f"{record['note']} (n/a in the report); evaluate with --precision fp32"
+            )
+
+
 def _result_line(name: str, record: Record, rate: str) -> str:
     # Each kind of record has other values.
     values = cast(Mapping[str, Any], record)

@@ -391,12 +391,14 @@ def _notes(
         bounds = tokens["tokens"].min(), tokens["tokens"].max()
         texts = dict.fromkeys(f"{bound:,.0f}" for bound in bounds)
         notes.append(f"Scored tokens: {' to '.join(texts)}.")
-    for (setting, length), cell in tokens.groupby(["setting", "length"], sort=False):
+    measured = group.frame.dropna(subset="value")
+    for (setting, length), cell in measured.groupby(["setting", "length"], sort=False):
         if cell["tokens"].nunique() > 1 or cell["targets"].nunique() > 1:
-            counts = " or ".join(f"{count:,.0f}" for count in sorted(cell["tokens"].unique()))
+            counts = [f"{count:,.0f}" for count in sorted(cell["tokens"].dropna().unique())]
+            size = f" ({' or '.join(counts)} tokens)" if counts else ""
             notes.append(
                 f"{corpus_name(setting.corpus)} at {length:,}: the values are not comparable, "
-                f"because they were measured on different texts ({counts} tokens)."
+                f"because they were measured on different texts{size}."
             )
     notes += _lengths_notes(tokens) + settings_notes(group)
 

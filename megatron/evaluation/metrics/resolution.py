@@ -81,6 +81,7 @@ class ResolutionTask(EvalTask):
             "texts": 0,
             "layers": [],
             "resolution": None,
+            "targets": self.text.targets_digest(self.segments),
         }
         if note is None:
             record["texts"], record["layers"] = texts, totals.tolist()

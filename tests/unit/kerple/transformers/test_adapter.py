@@ -5,7 +5,6 @@ import pickle
 
 import pytest
 import torch
-from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
 from kerple.positional import KerpleLog
@@ -98,11 +97,34 @@ def test_weights_that_do_not_fit(tmp_path):
     deeper = family_model("llama", num_hidden_layers=3)
     with pytest.raises(ValueError, match="num_layers"):
         load_positional(deeper, tmp_path)
-    save_file({"other": torch.zeros(2)}, tmp_path / "positional.safetensors")
-    use_positional(model, None)
-    with pytest.raises(ValueError, match="other"):
+    # The method of another model, whose description was not written.
+    description = (tmp_path / "positional.json").read_bytes()
+    use_positional(model, "alibi")
+    save_positional(model, tmp_path)
+    (tmp_path / "positional.json").write_bytes(description)
+    with pytest.raises(ValueError, match=r"positional\.safetensors"):
         load_positional(model, tmp_path)
-    assert not hasattr(model, "kerple_positional")
+
+
+@pytest.mark.parametrize("content", ["", "[]", '{"method": "kerple_log"}'])
+def test_a_damaged_description(content, tmp_path):
+    model = family_model("llama")
+    use_positional(model, "kerple_log")
+    save_positional(model, tmp_path)
+    (tmp_path / "positional.json").write_text(content)
+    with pytest.raises(ValueError, match=r"positional\.json"):
+        load_positional(model, tmp_path)
+
+
+@pytest.mark.parametrize("cut", [0, 40, -5])
+def test_damaged_weights(cut, tmp_path):
+    model = family_model("llama")
+    use_positional(model, "kerple_log")
+    save_positional(model, tmp_path)
+    file = tmp_path / "positional.safetensors"
+    file.write_bytes(file.read_bytes()[:cut])
+    with pytest.raises(ValueError, match=r"positional\.safetensors"):
+        load_positional(model, tmp_path)
 
 
 def test_copies_and_pickles():

@@ -12,11 +12,13 @@ import yaml
 
 from kerple.attention import FULL, AttentionMode, Span
 from kerple.positional import registry
+from megatron.checkpoint.directory import STATE_FILE
+from megatron.checkpoint.manifest import write_manifest_of_folder
 from megatron.cli import evaluate
 from megatron.cli.evaluate import main
 from megatron.cli.prepare_data import main as prepare
 from megatron.cli.report import main as report
-from megatron.data.indexed_dataset import open_indexed_files, write_manifest
+from megatron.data.indexed_dataset import data_fingerprint, open_indexed_files, write_manifest
 from megatron.evaluation.records import extrapolation_records, read_results
 from megatron.tokenizer.hugging_face import HuggingFaceTokenizer, train_bpe
 from megatron.utils.errors import UserError
@@ -526,6 +528,20 @@ def test_data_of_another_tokenizer_are_rejected(tmp_path, checkpoints, capsys):
     main([*words, "tokenizer-type=HFTokenizer", "vocab-file=nowhere"])  # no usable tokenizer
     assert "bits per byte is not measured: vocab-file nowhere" in capsys.readouterr().out
     assert rows_in(output)[0]["loss"] > 0
+
+
+def test_a_dataset_with_other_contents(tmp_path, monkeypatch):
+    """Its validation split may contain what the checkpoint was trained on."""
+    data = write_corpus(tmp_path)
+    write_checkpoint(tmp_path / "run", "alibi", data)
+    state = tmp_path / "run" / "global_step4" / STATE_FILE
+    torch.save({"training": {"data": {data: data_fingerprint(data)}}}, state)
+    write_manifest_of_folder(state.parent, 4)
+    words = ["--checkpoint", str(tmp_path / "run"), "--lengths", "32", "--tokens", "64"]
+    main(words)
+    write_corpus(tmp_path, documents=50)
+    assert_rejected("other contents of .*text_document", main, words)
+    main([*words, "--set", "allow_other_data=true", "--replace"])
 
 
 def test_the_token_at_the_beginning(tmp_path):

@@ -1,6 +1,7 @@
 """evaluate.py --positional: losses of models of transformers with methods of use_positional."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -36,6 +37,7 @@ def folder(tmp_path_factory):
             parameter.add_(1)
     save_positional(model, folder / "trained")
     model.save_pretrained(folder / "complete")
+    shutil.copy(folder / "llama" / "tokenizer.json", folder / "complete")
     return folder
 
 
@@ -85,6 +87,23 @@ def test_losses_and_names(folder, capsys):
     assert names == {"llama", "llama + kerple_log", "llama + alibi"}
 
 
+def test_a_model_whose_weights_are_missing(folder, tmp_path):
+    """transformers would initialize them at random, and only warn."""
+    shutil.copytree(folder / "llama", folder / "deeper", dirs_exist_ok=True)
+    config = json.loads((folder / "deeper" / "config.json").read_text())
+    (folder / "deeper" / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 3}))
+    assert_rejected(r"deeper.*layers\.2", evaluate, folder, checkpoint="deeper")
+
+
+def test_an_adapter_that_is_not_finite(folder):
+    model = AutoModelForCausalLM.from_pretrained(folder / "llama")
+    use_positional(model, "kerple_log")
+    with torch.no_grad():
+        next(model.kerple_positional.parameters()).fill_(float("nan"))
+    save_positional(model, folder / "nan")
+    assert_rejected("nan.*bias", evaluate, folder, methods=["nan"])
+
+
 @pytest.mark.parametrize(
     ("message", "words", "keywords"),
     [
@@ -94,6 +113,7 @@ def test_losses_and_names(folder, capsys):
         ("missing", [], {"methods": ["missing"]}),
         ("--checkpoint too", [], {"methods": ["complete"]}),
         ("config.json", [], {"checkpoint": "kerple_log"}),
+        ("complete.*not none", [], {"checkpoint": "complete"}),
         ("two checkpoints", ["--replace"], {"methods": ["kerple_log", "trained"]}),
     ],
     ids=str,
