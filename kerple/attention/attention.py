@@ -71,6 +71,7 @@ class Attention(nn.Module):
         Raises ValueError for arguments that do not fit together or do not fit the method, and
         NotImplementedError if the backend does not support the call.
         """
+        # The keys that each query attends to.
         span = FULL
         if window is not None or block is not None or not causal:
             span = Span(window, block, causal=causal)
@@ -87,6 +88,8 @@ class Attention(nn.Module):
             tables = self._tables(query, key, span)
         if rotates:
             query, key = self._rotated(query, key, documents, causal)
+
+        # The call is validated, and computed by a backend: [b, h, s, v].
         call = AttentionCall(
             query=query,
             key=key,
@@ -125,7 +128,7 @@ class Attention(nn.Module):
             return query, key
         positions = documents.positions.cpu()  # [b, t]
         places = documents.places(slice(offset, t), offset)
-        queries = []
+        queries = []  # of each row, [1, h, s, d]
         keys = []
         for row in range(len(query)):
             rotated = method.rotate(

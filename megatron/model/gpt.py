@@ -65,18 +65,24 @@ class TransformerBlock(nn.Module):
     ) -> Tensor:
         if cache is None and mode == DEFAULT_MODE and self.uses_kernels(hidden):
             return _run_fused([self], hidden, [tables], documents)
-        normed = self.input_layernorm(hidden)
+
+        # Attention reads the normed states and adds to the residual.
+        normed = self.input_layernorm(hidden)  # [b, s, e]
         attended = self.dropout(self.attention(normed, cache, mode, tables, documents))
         if self.parallel_residual:
-            # The order of these operations decides the bits of the gradients.
+            # As in GPT-J, the MLP does not read what attention adds. The order of these operations
+            # decides the bits of the gradients.
             attended = hidden + attended
             return attended + self.dropout(self.mlp(self.post_attention_layernorm(hidden)))
         hidden = hidden + attended
-        normed = self.post_attention_layernorm(hidden)
+
+        # The MLP reads the result of attention.
+        normed = self.post_attention_layernorm(hidden)  # [b, s, e]
         return hidden + self.dropout(self.mlp(normed))
 
     def uses_kernels(self, hidden: Tensor) -> bool:
         """Whether the functions of `fused_block.py` can compute the block for these states."""
+        # They have a backward pass of their own, and no decay.
         if self.attention.decays or not (self.training and torch.is_grad_enabled()):
             return False
         weight = cast(Tensor, self.attention.dense.weight)
@@ -97,12 +103,15 @@ class TransformerBlock(nn.Module):
         """The block with the functions of `fused_block.py`: from the residual `[n, e]` without its
         last update to the residual and what remains to be added to it. shape: `[b, s, e]`.
         """
+        # Norm and projection, which also add the last update to the residual.
         attention = self.attention
         group = tensor_parallel_group(attention.tp)
         projection, dense = attention.query_key_value, attention.dense
         hidden, qkv = fused_block.norm_linear(
             hidden, *update, self.input_layernorm, projection.weight, projection.bias, group
         )
+
+        # Attention, and its projection without the bias, which the next norm adds.
         qkv = qkv.view(*shape[:2], -1)  # [b, s, (h + 2 g) d]
         context = attention.context(qkv, None, DEFAULT_MODE, tables, documents=documents)
         attended = fused_block.row_linear(context.flatten(0, 1), dense.weight, group)  # [n, e]
@@ -145,12 +154,13 @@ class Embedding(nn.Module):
         self, tokens: Tensor, offset: int = 0, documents: Documents | None = None
     ) -> Tensor:
         """`offset`: the position of the first token. In documents, positions start at 0."""
-        hidden = self.word_embeddings(tokens)
+        hidden = self.word_embeddings(tokens)  # [b, s, e]
         if self.embeds:
             positions = torch.arange(offset, offset + tokens.shape[1], device="cpu")
             if documents is None:
                 hidden = self.position_embeddings.embed(hidden, positions)
             else:
+                # The vectors of all positions, of which each token takes that in its document.
                 zeros = torch.zeros_like(hidden[:1])
                 (vectors,) = self.position_embeddings.embed(zeros, positions)  # [s, e]
                 hidden = hidden + F.embedding(documents.positions, vectors)
@@ -222,6 +232,8 @@ class Output(nn.Module):
         tokens, on_one_rank = labels.numel(), self.tp.size == 1
         if on_one_rank and not needs_chunks(hidden.device, hidden.dtype, tokens, vocabulary):
             return mean_loss(self.final_linear(hidden), labels, weights)
+
+        # In chunks of tokens, [n, e] and [n], so that the logits are never in memory at once.
         flat_hidden, flat_labels, flat_weights = hidden.flatten(0, 1), labels.flatten(), None
         if weights is not None:
             flat_weights = weights.flatten()
@@ -245,6 +257,7 @@ def layer_factories(settings: ModelSettings) -> dict[int, Callable[[], nn.Module
     Layers built in one process share one instance of the positional method, unless the method is
     per layer.
     """
+    # The methods that were built, in the order of the layers.
     config, methods = settings.config, list[PositionalMethod]()
 
     def positional(layer: int = 0) -> PositionalMethod:
@@ -256,6 +269,7 @@ def layer_factories(settings: ModelSettings) -> dict[int, Callable[[], nn.Module
     def block(layer: int) -> nn.Module:
         return TransformerBlock(settings, positional(layer), layer)
 
+    # The indices of GPT-NeoX, which also names two functions without parameters.
     factories: dict[int, Callable[[], nn.Module]] = {0: lambda: Embedding(settings, positional())}
     for layer in range(config.num_layers):
         factories[layer + 2] = partial(block, layer)
@@ -308,6 +322,7 @@ class GPT(nn.Module):
         self.checkpoint_every = checkpoint_every
         for index, factory in layer_factories(settings).items():
             self.add_module(str(index), factory())
+        # Weight tying: the output reads the embedding's matrix [v, e].
         if not settings.config.no_weight_tying:
             self.output.final_linear.weight = self.embedding.word_embeddings.weight
 
@@ -356,10 +371,14 @@ class GPT(nn.Module):
             documents: the documents of the tokens, without a cache and in the default mode. A token
                 attends only to its own document, in which positions start at 0.
         """
+        # Embed the tokens, at the positions after the cached ones.
         start = 0
         if cache is not None:
             start = cache.length
         hidden = self.embedding(tokens, offset=start, documents=documents)  # [b, s, e]
+
+        # The blocks, with tables for all distances of the text: through a cache, in a mode, with
+        # activations that are recomputed in groups, or plainly.
         blocks = self.blocks
         tables = self.shared_tables(hidden, start + tokens.shape[1], mode)
         group_size = self.checkpoint_every
@@ -384,6 +403,7 @@ class GPT(nn.Module):
         """The tables of each layer for a text of `length` tokens. Layers with the same window share
         them; None: the layer must compute its own, in its call.
         """
+        # Only layers with one method can share its tables.
         layers = [block.attention for block in self.blocks]
         separate: list[PositionTables | None] = [None] * len(layers)
         method = layers[0].rpe
@@ -392,6 +412,8 @@ class GPT(nn.Module):
         # ZeRO 3 gathers the method's parameters only during a layer's call.
         if any(hasattr(parameter, "ds_id") for parameter in method.parameters()):
             return separate
+
+        # One for each width of the windows.
         tables: dict[int | None, PositionTables | None] = {}
         for layer in layers:
             if layer.window not in tables:
@@ -441,6 +463,8 @@ def _run_fused(
     tables: Sequence[PositionTables | None],
     documents: Documents | None,
 ) -> Tensor:
+    """Like `run_blocks`, with the functions of `fused_block.py`."""
+    # Each block leaves its last addition to the norm of the next one.
     flat = hidden.flatten(0, 1)  # [n, e]
     update: Update = (None, None)
     for block, table in zip(blocks, tables, strict=True):
@@ -449,6 +473,7 @@ def _run_fused(
 
 
 def _added(hidden: Tensor, states: Tensor | None, bias: Tensor | None) -> Tensor:
+    """The residual `[n, e]` with an update."""
     if states is None:
         return hidden
     if bias is not None:
