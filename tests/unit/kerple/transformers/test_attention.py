@@ -78,6 +78,19 @@ def test_generation_with_caches(name, padding):
     assert torch.equal(model.generate(**inputs, **beams).sequences, expected.sequences)
 
 
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_assisted_generation(name):
+    """The assistant's tokens are rejected in part, so that the cache is cut."""
+    model, assistant = family_model(name), family_model(name, initializer_range=0.3)
+    use_positional(model, "kerple_log")
+    use_positional(assistant, "alibi")
+    tokens = family_inputs(model)["input_ids"][:1]
+    options = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None}
+    expected = model.generate(tokens, **options)
+    for helper in ({"assistant_model": assistant}, {"prompt_lookup_num_tokens": 3}):
+        assert torch.equal(model.generate(tokens, **options, **helper), expected)
+
+
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 @pytest.mark.parametrize("name", ["bart", "t5"])
 def test_generation_after_an_encoder(name, cache):
