@@ -26,6 +26,13 @@ REFUSED = {
     "indices": "attends to selected keys",
     "block_indices": "attends to selected keys",
 }
+# Arguments that say nothing of the scores which the mask, or the key that it masks, does not say.
+KNOWN = {
+    *("sliding_window", "position_ids", "cache_position", "is_causal", "seq_idx", "use_cache"),
+    *("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "deterministic"),
+    *("output_attentions", "output_hidden_states", "output_router_logits", "return_dict"),
+    *("num_items_in_batch", "logits_to_keep"),
+}
 
 
 class Probes(threading.local):
@@ -54,8 +61,9 @@ def attention_forward(
     """The attention function for AttentionInterface: query `[b, h, s, d]`, key and value
     `[b, g, t, d]`; returns `[b, s, h, d]`, and the probabilities if `output_attentions` is set.
     """
-    for name, reason in REFUSED.items():
-        if kwargs.get(name) is not None:
+    for name, argument in kwargs.items():
+        if argument is not None and name not in KNOWN:
+            reason = REFUSED.get(name, "passes an unknown argument to attention")
             raise ValueError(f"{type(module).__name__} {reason} ({name}), which is not supported")
     if is_causal is None:
         is_causal = bool(getattr(module, "is_causal", True))

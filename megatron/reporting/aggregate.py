@@ -16,7 +16,7 @@ from megatron.utils.errors import UserError
 ALPHA = 0.05  # significance level
 AnyRecord = Mapping[str, Any]  # of any kind, see megatron.evaluation.records
 CELL = ["setting", "method", "length"]  # the columns that identify a cell of a table
-DETAILS = ("tokens", "targets", "bos", "precision", "note")  # further keys of a record
+DETAILS = ("tokens", "targets", "trials", "bos", "precision", "note")  # further keys of a record
 ITERATION = "iteration"  # a column, of the checkpoint
 
 

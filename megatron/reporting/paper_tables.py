@@ -438,8 +438,8 @@ def _lengths_notes(measured: DataFrame) -> list[str]:
 
 
 def settings_notes(values: Measurements) -> list[str]:
-    """The steps of training, the precisions, and the tokens put before texts, of values that were
-    not measured alike.
+    """The steps of training, the prompts, the precisions, and the tokens put before texts, of
+    values that were not measured alike.
     """
     notes = []
     for setting, rows in values.frame.dropna(subset="value").groupby("setting", sort=False):
@@ -451,6 +451,10 @@ def settings_notes(values: Measurements) -> list[str]:
             notes.append(
                 f"{title}: the models were trained for different numbers of steps ({numbers})."
             )
+        trials = sorted(rows["trials"].dropna().unique())
+        if len(trials) > 1:
+            numbers = " and ".join(f"{int(number):,}" for number in trials)
+            notes.append(f"{title}: the values are of different numbers of prompts ({numbers}).")
         precisions = sorted(rows["precision"].dropna().unique())
         if len(precisions) > 1:
             notes.append(

@@ -197,3 +197,13 @@ def test_a_mask_for_more_keys_than_there_are():
         attend(attention_mask(1, 3, 5, q_offset=2))
     context, _ = attend(attention_mask(1, 3, 3))
     assert context.shape == (1, 3, 2, 4)
+
+
+def test_unknown_arguments_of_attention_are_rejected():
+    """They may change the scores."""
+    model = family_model("llama")
+    use_positional(model, "kerple_log")
+    inputs = family_inputs(model)
+    with pytest.raises(ValueError, match="score_bonus"):
+        model(**inputs, score_bonus=torch.ones(1))
+    assert torch.equal(model(**inputs, score_bonus=None)[0], model(**inputs)[0])

@@ -299,6 +299,18 @@ def test_other_first_tokens_and_precisions_are_noted(tables):
     assert "bf16 and fp32" in note
 
 
+def test_different_numbers_of_prompts_are_noted():
+    def notes(*trials):
+        records = []
+        for name, number in zip("ab", trials, strict=True):
+            records.append(passkey_record(name, 512, 0.5, 1.0, trials=number))
+        return [note for note in passkey_tables(records)[0].notes if "numbers of prompts" in note]
+
+    assert notes(8, 8) == []
+    (note,) = notes(6, 20)
+    assert "6 and 20" in note
+
+
 def test_different_numbers_of_steps_are_noted():
     def notes(*steps):
         records = []
