@@ -214,9 +214,13 @@ def differences_by_length(records: Sequence[AnyRecord], baselines: Sequence[str]
 
 
 def loss_frame(records: Iterable[AnyRecord]) -> DataFrame:
-    """The losses of all runs. Columns: corpus, pos_emb, mode (its kind), seed, length, value ..."""
+    """The losses of all runs.
+
+    Columns: corpus, train_length, pos_emb, mode (its kind), seed, length, value ...
+    """
     frame = measurements(records, "extrapolation", "loss").frame
     frame["corpus"] = [setting.corpus for setting in frame["setting"]]
+    frame["train_length"] = [setting.train_length for setting in frame["setting"]]
     frame["pos_emb"] = [method.pos_emb for method in frame["method"]]
     frame["mode"] = [method.kind.mode for method in frame["method"]]
     return frame
@@ -226,10 +230,10 @@ def costs(records: Iterable[AnyRecord]) -> DataFrame:
     """The cost of extrapolation of each run: the loss with all keys minus that with a window of the
     training length.
 
-    Columns: corpus, pos_emb, seed, length, cost.
+    Columns: corpus, train_length, pos_emb, seed, length, cost.
     """
     frame = loss_frame(records)
-    keys = ["corpus", "pos_emb", "seed", "length"]
+    keys = ["corpus", "train_length", "pos_emb", "seed", "length"]
     frame = frame.set_index(keys)
     full = frame[frame["mode"] == "full"]["value"]
     window = frame[frame["mode"] == "window"]["value"]

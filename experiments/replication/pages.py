@@ -1,16 +1,14 @@
 """The figures in docs/results, and the generated blocks of its pages and of the project's README,
 from `records/`.
 
-records/NAME/SEED/results.jsonl has the records of the sweep NAME. Those of the pilot are in
-pilot.md, those of `modes` in modes.md, and those of `documents` in context.md. records/recall.json
-is the `chomsky.json` of recall.md. long-context.md has the records in ../long_context.
+records/NAME/SEED/results.jsonl has the records of the sweep NAME. records/recall.json is the
+`chomsky.json` of recall.md. long-context.md has the records in ../long_context.
 """
 
 import itertools
 import json
 import os
 import re
-import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -21,6 +19,7 @@ from matplotlib.figure import Figure
 from pandas import DataFrame
 
 from experiments.analysis import (
+    compare,
     comparison_table,
     costs,
     differences_by_length,
@@ -34,21 +33,16 @@ from experiments.figures import (
     METHODS,
     RECALL_METHODS,
     cost_plot,
-    effective_length_plot,
     long_context_plot,
-    position_plot,
     recall_plot,
-    score_plot,
 )
 from megatron.evaluation.records import RESULTS, Record, read_results
 from megatron.reporting.aggregate import AnyRecord, Method, method_of, setting_of
 from megatron.reporting.differences import Key, PairedLosses
-from megatron.reporting.formatting import NOT_MEASURED, format_length, format_number
-from megatron.reporting.modes import mode_figures, mode_tables
-from megatron.reporting.paper_tables import difference_tables, perplexity_tables, resolution_tables
-from megatron.reporting.published import corpus_name, corpus_sort_key, display_name, load_published
+from megatron.reporting.formatting import format_length
+from megatron.reporting.published import corpus_name, corpus_sort_key, display_name
 from megatron.reporting.style import SCREEN, Style, render
-from megatron.reporting.tables import Cell, Row, Section, Table, escape_markdown, markdown
+from megatron.reporting.tables import Cell, Row, Section, Table, markdown
 from megatron.utils.errors import UserError
 from megatron.utils.files import write_atomically
 
@@ -132,37 +126,23 @@ def texts(root: Path) -> dict[Path, str]:
 
 def figures(root: Path) -> dict[Path, bytes]:
     """The PNG files by path."""
-    records = _read(*SWEEPS)
-    scores = in_context_scores(records)
-    (modes,) = mode_figures(_read(MODES))
-    by_position = position_differences(records, LONGEST)
     drawings: dict[str, Callable[[Style], Figure]] = {
-        "cost": partial(cost_plot, costs(records), TRAIN_LENGTH),
-        "positions": partial(position_plot, by_position, TRAIN_LENGTH),
-        "in-context": partial(score_plot, scores[scores["pos_emb"] != NO_LOSS]),
-        "effective-lengths": partial(effective_length_plot, records),
-        "modes": modes.draw,
+        "cost": partial(cost_plot, costs([*_read(*SWEEPS), *_read_long_context()])),
         "recall": partial(recall_plot, _recall(), RECALL_TRAIN_LENGTH),
         "long-context": _draw_long_context,
     }
-
-    # The heat maps are wider.
-    styles = {"modes": replace(SCREEN, width=7.1, dpi=170)}
     pictures = {}
     for name, draw in drawings.items():
-        path = root / "docs" / "results" / f"{name}.png"
-        pictures[path] = render(draw, styles.get(name, SCREEN))
+        pictures[root / "docs" / "results" / f"{name}.png"] = render(draw, SCREEN)
     return pictures
 
 
 def _draw_long_context(style: Style) -> Figure:
-    records = _read_long_context()
     logs = {}
     for path in LONG_CONTEXT.rglob("metrics.jsonl"):
         logs[path.parent.name, int(path.parts[-3])] = path
     return long_context_plot(
-        costs(records),
-        position_differences(records, LONG_CONTEXT_LONGEST),
+        position_differences(_read_long_context(), LONG_CONTEXT_LONGEST),
         training_progress(logs, LONG_CONTEXT_TRAIN_LENGTH),
         LONG_CONTEXT_TRAIN_LENGTH,
         style,
@@ -171,53 +151,28 @@ def _draw_long_context(style: Style) -> Figure:
 
 def blocks() -> dict[str, str]:
     """The content of each block by name."""
-    # The records of both experiments.
     records, long_context = _read(*SWEEPS), _read_long_context()
-    everything = [*_read(*SWEEPS, PILOT, MODES, DOCUMENTS), *long_context]
-    full = [record for record in records if record["mode"] == "full"]
-    found = costs(records)
-    differences = []
-    for table in difference_tables(full):
-        corpus = table.title.split(", ")[1]
-        differences.append(f"{corpus}:\n\n{_markdown(table)}")
     comparisons = comparison_table(long_context, LONG_CONTEXT_BASELINES)
     by_length = differences_by_length(long_context, LONG_CONTEXT_BASELINES)
+    found, scores = costs(records), in_context_scores(records)
+    facts = [
+        order_of_log_and_alibi(records),
+        cost_of_far_text(found),
+        use_of_far_text(found),
+        score_and_loss(scores),
+        best_of_pilot(_read(PILOT)),
+        effect_of_masks(_read(DOCUMENTS)),
+        best_modes(_read(MODES)),
+    ]
     return {
         "answer": _markdown(answer(long_context)),
         "comparisons": _markdown(comparison_table(records)),
-        "costs": _markdown(cost_table(found)),
-        "context": context_facts(found, in_context_scores(records)),
-        "documents": _markdown(documents_table(_read(DOCUMENTS))),
-        "perplexities": _markdown(perplexity_tables(full)[0]),
-        "differences": "\n\n".join(differences),
-        "resolutions": _markdown(resolution_tables(full)[0]),
-        "environments": "\n".join(environments(everything)),
-        "pilot": _markdown(pilot_table(_read(PILOT))),
+        "facts": "\n".join(f"- {fact}" for fact in facts),
         "recall": _markdown(recall_table(_recall())),
-        "modes": _markdown(grouped(mode_tables(_read(MODES))[0])),
         "long-context-losses": _markdown(loss_table(long_context)),
         "long-context-comparisons": _markdown(comparisons),
         "long-context-differences": _markdown(by_length),
     }
-
-
-def cost_table(found: DataFrame) -> Table:
-    """The mean cost of extrapolation over the seeds, with its standard deviation."""
-    # A column per corpus and length.
-    columns = found[["corpus", "length"]].drop_duplicates().itertuples(index=False)
-    keys = sorted(map(tuple, columns), key=lambda key: (corpus_sort_key(key[0]), key[1]))
-    values = found.groupby(["pos_emb", "corpus", "length"])["cost"].agg(["mean", "std"])
-    lines = []
-    for method in load_published("kerple-3").ordered(map(Method, found["pos_emb"].unique())):
-        cells = []
-        for corpus, length in keys:
-            key, text = (method.pos_emb, corpus, length), NOT_MEASURED
-            if key in values.index:
-                text = "{:+.3f} ± {:.3f}".format(*values.loc[key])
-            cells.append(Cell(text))
-        lines.append(Row((display_name(method),), tuple(cells)))
-    headers = tuple(f"{corpus_name(corpus)}, {length:,}" for corpus, length in keys)
-    return Table("costs", "Cost of extrapolation", ("method",), headers, tuple(lines))
 
 
 def answer(long_context: Sequence[AnyRecord]) -> Table:
@@ -238,42 +193,86 @@ def answer(long_context: Sequence[AnyRecord]) -> Table:
     return Table("answer", "Answer", ("trained at 512 tokens, loss at",), columns, tuple(lines))
 
 
-def context_facts(found: DataFrame, scores: DataFrame) -> str:
-    """How many runs use far text, and how in-context scores and losses vary together on C."""
+def order_of_log_and_alibi(records: Sequence[AnyRecord]) -> str:
+    """In how many pairs of runs log is above ALiBi at the training length, by corpus."""
+    counts = []
+    for corpus in sorted({record["corpus"] for record in records}, key=corpus_sort_key):
+        comparison = compare(records, corpus, "alibi", (1,))
+        if comparison is not None:
+            above = sum(difference > 0 for difference in comparison.by_seed)
+            counts.append(f"{above} of {len(comparison.by_seed)} on {corpus_name(corpus)}")
+    return f"Pairs of runs with log's loss above ALiBi's at 128 tokens: {', '.join(counts)}."
+
+
+def cost_of_far_text(found: DataFrame) -> str:
+    """The lowest and the highest cost of extrapolation of each method at the longest length."""
+    by_method = found[found["length"] == LONGEST].groupby("pos_emb")["cost"]
+    ranges = []
+    for row in by_method.agg(["min", "max"]).sort_values("max").itertuples():
+        ranges.append(f"{display_name(Method(row.Index))} {row.min:+.2f} to {row.max:+.2f}")
+    return f"Cost of extrapolation at 8,192, all corpora and seeds: {', '.join(ranges)}."
+
+
+def use_of_far_text(found: DataFrame) -> str:
+    """Which runs use text beyond the training length."""
     found = found[found["pos_emb"] != NO_LOSS]
     used = found[found["cost"] < -USED]
     names = []
     for row in used.itertuples():
         name, corpus = display_name(Method(row.pos_emb)), corpus_name(row.corpus)
         names.append(f"{name} at {row.length:,} on {corpus}")
+    return (
+        f"The cost is below -{USED:g} in {len(used)} of {len(found)} pairs of run and length "
+        f"(sinusoidal left out): {', '.join(names)}."
+    )
 
-    # The variation of runs of one method.
+
+def score_and_loss(scores: DataFrame) -> str:
+    """How the in-context scores and losses of runs of one method vary together on C."""
     own = scores[(scores["corpus"] == "debian_c") & (scores["pos_emb"] != NO_LOSS)]
     within = own[["score", "loss"]] - own.groupby("pos_emb")[["score", "loss"]].transform("mean")
     return (
-        f"- All keys lower the loss by more than {USED:g} nats in {len(used)} of {len(found)} "
-        f"pairs of run and length (sinusoidal left out): {', '.join(names)}.\n"
-        "- On C, the correlation of score and loss among the runs of one method is "
+        "Correlation of in-context score and loss among the runs of one method on C: "
         f"{within.corr().iloc[0, 1]:.3f}."
     )
 
 
-def pilot_table(records: Iterable[AnyRecord]) -> Table:
-    """The loss of each setting, and its difference from that of log with factor 1."""
-    records = [record for record in records if record["kind"] == "extrapolation"]
+def best_of_pilot(records: Iterable[AnyRecord]) -> str:
+    """The losses that speak against the selected settings, and the effect of the precision."""
+    losses = {}
+    for record in records:
+        if record["kind"] == "extrapolation":
+            losses[Path(record["checkpoint"]["path"]).parent.name] = record["loss"]
+    of_log = {name: loss for name, loss in losses.items() if name.startswith("log")}
+    best = min(of_log, key=of_log.__getitem__)
+    return (
+        f"Loss at 128 tokens in the pilot: {of_log[best]:.3f} with the best of {len(of_log)} "
+        f"settings of log ({best}), {losses['alibi']:.3f} with ALiBi, "
+        f"{losses['alibi-8heads']:.3f} with ALiBi and 8 heads. float32 instead of bfloat16 changes "
+        f"log's by {losses['log-fp32'] - losses['log']:+.3f}, ALiBi's by "
+        f"{losses['alibi-fp32'] - losses['alibi']:+.3f}."
+    )
+
+
+def effect_of_masks(records: Iterable[AnyRecord]) -> str:
+    """The loss with document masks, and minus that without them, at the shortest and the longest
+    length.
+    """
+    records = [record for record in records if record.get("groups") and record["mode"] == "full"]
     losses = PairedLosses(records)
-    (base,) = [record for record in records if record["pos_emb"] == "kerple_log (log)"]
-    lines = []
-    for record in sorted(records, key=lambda record: record["loss"]):
-        loss = f"{record['loss']:.4f} ± {record['stderr']:.4f}"
-        difference = ""
-        if record is not base:
-            difference = losses.text(_key(record), _key(base))
-        texts = loss, format_number(record["perplexity"]), difference
-        name = Path(record["checkpoint"]["path"]).parent.name
-        lines.append(Row((name,), tuple(map(Cell, texts))))
-    columns = ("loss", "perplexity", "minus `log`")
-    return Table("pilot", "Pilot", ("setting",), columns, tuple(lines))
+    found = {(record["pos_emb"], record["length"]): record for record in records}
+
+    # Training with masks is named "documents", without them "rows".
+    effects = []
+    for pos_emb, length in itertools.product(("kerple_log", "alibi"), (TRAIN_LENGTH, LONGEST)):
+        masked, unmasked = (
+            found[f"{pos_emb} (documents)", length],
+            found[f"{pos_emb} (rows)", length],
+        )
+        difference = losses.text(_key(masked), _key(unmasked))
+        name = display_name(Method(pos_emb))
+        effects.append(f"{name} {masked['loss']:.3f} ({difference}) at {length:,}")
+    return f"Loss with document masks (minus loss without them): {', '.join(effects)}."
 
 
 def _key(record: AnyRecord) -> Key:
@@ -281,38 +280,20 @@ def _key(record: AnyRecord) -> Key:
     return setting_of(record), method_of(record), record["length"]
 
 
-def documents_table(records: Iterable[AnyRecord]) -> Table:
-    """The losses with and without document masks by mode and length, and their differences."""
-    # The records of all seeds, by method, mode and length.
-    records = [record for record in records if record["kind"] == "extrapolation"]
-    losses = PairedLosses(records)
-    by_key: dict[tuple[str, str, int], list[AnyRecord]] = {}
+def best_modes(records: Iterable[AnyRecord]) -> str:
+    """Where an inference mode lowers the loss at the longest length, by how much the best one."""
+    losses: dict[str, dict[str, float]] = {}
     for record in records:
-        by_key.setdefault((record["pos_emb"], record["mode"], record["length"]), []).append(record)
-
-    # Three rows per method and mode.
-    lengths = sorted({record["length"] for record in records})
-    lines: list[Row | Section] = []
-    modes = ("full", f"window@{TRAIN_LENGTH}")
-    for pos_emb, mode in itertools.product(("kerple_log", "alibi"), modes):
-        masked, unmasked, differences = [], [], []
-        for length in lengths:
-            documents = by_key[f"{pos_emb} (documents)", mode, length]
-            rows = by_key[f"{pos_emb} (rows)", mode, length]
-            masked.append(_mean_loss(documents))
-            unmasked.append(_mean_loss(rows))
-            differences.append(Cell(losses.text(_key(documents[0]), _key(rows[0]))))
-        lines.append(Section(display_name(Method(pos_emb, mode))))
-        lines.append(Row(("masks",), tuple(masked)))
-        lines.append(Row(("no masks",), tuple(unmasked)))
-        lines.append(Row(("difference",), tuple(differences)))
-    columns = tuple(map(format_length, lengths))
-    return Table("documents", "Document masks", ("training",), columns, tuple(lines))
-
-
-def _mean_loss(records: Iterable[AnyRecord]) -> Cell:
-    mean = statistics.fmean(record["loss"] for record in records)
-    return Cell(f"{mean:.3f}")
+        if record["length"] == LONGEST and record.get("loss") is not None:
+            losses.setdefault(record["pos_emb"], {})[record["mode"]] = record["loss"]
+    gains = []
+    for pos_emb, by_mode in losses.items():
+        best = min(by_mode, key=by_mode.__getitem__)
+        change = by_mode[best] - by_mode["full"]
+        if change < -USED:
+            gains.append(f"{display_name(Method(pos_emb))} {change:+.2f} (`{best}`)")
+    names = ", ".join(gains)
+    return f"Loss with the best inference mode minus that with all keys, at 8,192: {names}."
 
 
 def loss_table(records: Iterable[AnyRecord]) -> Table:
@@ -352,33 +333,6 @@ def recall_table(frame: DataFrame) -> Table:
         lines.append(Row(labels, tuple(cells)))
     headers = ("accuracy at 64", *(f"{distance:,}–{2 * distance - 1:,}" for distance in distances))
     return Table("recall", "Recall by distance", ("method", "seeds"), headers, tuple(lines))
-
-
-def grouped(table: Table) -> Table:
-    """The table with each first label as a heading above its rows, instead of in every row."""
-    lines: list[Row | Section] = []
-    label = None
-    for line in table.lines:
-        assert isinstance(line, Row)
-        if line.labels[0] != label:
-            label = line.labels[0]
-            lines.append(Section(label))
-        lines.append(replace(line, labels=line.labels[1:]))
-    return replace(table, label_columns=table.label_columns[1:], lines=tuple(lines))
-
-
-def environments(records: Iterable[AnyRecord]) -> list[str]:
-    """The machines and versions that measured the records, each with its commits."""
-    found: dict[str, dict[str, None]] = {}
-    for record in records:
-        if entry := record["environment"]:
-            commit, dash, suffix = entry["commit"].partition("-")
-            place = f"{entry['machine']}, {entry['versions']}"
-            found.setdefault(place, {})[commit[:8] + dash + suffix] = None
-    lines = []
-    for place, commits in found.items():
-        lines.append(escape_markdown(f"- {place}: {', '.join(commits)}"))
-    return lines
 
 
 def _markdown(table: Table) -> str:

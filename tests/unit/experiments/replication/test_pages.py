@@ -5,6 +5,8 @@ committed pages.
 import itertools
 import json
 
+from pandas import DataFrame
+
 from experiments.replication import pages
 from megatron.evaluation.records import read_results
 from tests.support.errors import assert_rejected
@@ -32,17 +34,46 @@ def test_records_are_copied_compactly(tmp_path):
     assert second["losses"] == [2.1235, 1.0]
 
 
-def test_document_masks_are_compared_over_all_seeds():
+def test_document_masks_are_compared_by_length():
     records = []
-    for mode, method, (seed, loss) in itertools.product(
-        ("full", "window@128"), ("kerple_log", "alibi"), ((1, 2.0), (2, 3.0))
+    for method, length, name in itertools.product(
+        ("kerple_log", "alibi"), (128, 8192), ("documents", "rows")
     ):
-        for name, shift in (("documents", 0.0), ("rows", 0.5)):
-            groups = {"tokens": [64], "losses": [loss + shift]}
-            values = {"mode": mode, "pos_emb": f"{method} ({name})", "seed": seed, "groups": groups}
-            records.append({**stored_record(loss=loss + shift), **values})
-    cells = [[cell.text for cell in row.cells] for row in pages.documents_table(records).rows]
-    assert cells == [["2.500"], ["3.000"], ["-0.5000"]] * 4
+        loss = 2.0 + length / 8192 + 0.5 * (name == "rows")
+        groups = {"tokens": [64], "losses": [loss]}
+        values = {"length": length, "pos_emb": f"{method} ({name})", "groups": groups}
+        records.append({**stored_record(loss=loss), **values})
+        records.append({**positions(), **values, "groups": None})
+    text = pages.effect_of_masks(records)
+    for method in ("KERPLE (log)", "ALiBi"):
+        assert f"{method} 2.016 (-0.5000) at 128" in text
+        assert f"{method} 3.000 (-0.5000) at 8,192" in text
+
+
+def test_the_best_mode_of_each_method_that_gains():
+    losses = {
+        ("rotary", "full"): 5.0,
+        ("rotary", "window@128"): 3.5,
+        ("rotary", "blockwise"): 3.75,
+        ("rotary", "full+clip@128"): None,
+        ("alibi", "full"): 3.0,
+        ("alibi", "window@128"): 2.99,
+    }
+    records = []
+    for (method, mode), loss in losses.items():
+        values = {"pos_emb": method, "mode": mode, "length": 8192, "loss": loss}
+        records += [{**stored_record(), **values}, {**stored_record(), **values, "length": 1024}]
+    assert pages.best_modes(records).endswith(": Rotary -1.50 (`window@128`).")
+
+
+def test_text_that_is_used_and_text_that_costs():
+    rows = [("debian_c", "rpe", 1024, -0.03), ("debian_c", "rpe", 8192, 0.4)]
+    rows += [("debian_c", "rpe", 8192, 0.3), ("debian_prose", "alibi", 8192, -0.02)]
+    rows += [("debian_c", "sinusoidal", 1024, -0.5)]
+    found = DataFrame(rows, columns=["corpus", "pos_emb", "length", "cost"])
+    assert "1 of 4 " in pages.use_of_far_text(found)
+    assert pages.use_of_far_text(found).endswith(": T5 at 1,024 on C.")
+    assert pages.cost_of_far_text(found).endswith(": ALiBi -0.02 to -0.02, T5 +0.30 to +0.40.")
 
 
 def test_blocks_are_replaced_and_unknown_ones_named(tmp_path, monkeypatch):
