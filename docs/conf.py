@@ -58,6 +58,7 @@ CONTENTS = {
     "Results": [
         "docs/results/README",
         "docs/results/long-context",
+        "docs/results/retrofit",
         "docs/results/replication",
         "docs/results/recall",
         "docs/results/full-scale",

@@ -2,7 +2,8 @@
 from `records/`.
 
 records/NAME/SEED/results.jsonl has the records of the sweep NAME. records/recall.json is the
-`chomsky.json` of recall.md. long-context.md has the records in ../long_context.
+`chomsky.json` of recall.md. long-context.md has the records in ../long_context, and
+retrofit.md those in ../retrofit.
 """
 
 import itertools
@@ -35,6 +36,12 @@ from experiments.figures import (
     cost_plot,
     long_context_plot,
     recall_plot,
+)
+from experiments.retrofit.results import (
+    read_losses,
+    retrofit_differences,
+    retrofit_plot,
+    retrofit_table,
 )
 from megatron.evaluation.records import RESULTS, Record, read_results
 from megatron.reporting.aggregate import AnyRecord, Method, method_of, setting_of
@@ -130,6 +137,7 @@ def figures(root: Path) -> dict[Path, bytes]:
         "cost": partial(cost_plot, costs([*_read(*SWEEPS), *_read_long_context()])),
         "recall": partial(recall_plot, _recall(), RECALL_TRAIN_LENGTH),
         "long-context": _draw_long_context,
+        "retrofit": partial(retrofit_plot, read_losses()),
     }
     pictures = {}
     for name, draw in drawings.items():
@@ -169,6 +177,8 @@ def blocks() -> dict[str, str]:
         "comparisons": _markdown(comparison_table(records)),
         "facts": "\n".join(f"- {fact}" for fact in facts),
         "recall": _markdown(recall_table(_recall())),
+        "retrofit": retrofit_table(read_losses()),
+        "retrofit-differences": retrofit_differences(read_losses()),
         "long-context-losses": _markdown(loss_table(long_context)),
         "long-context-comparisons": _markdown(comparisons),
         "long-context-differences": _markdown(by_length),

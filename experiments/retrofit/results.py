@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from matplotlib.figure import Figure
+from matplotlib.ticker import FixedLocator, NullLocator, StrMethodFormatter
 from pandas import DataFrame
 from scipy.stats import t as t_distribution
 
@@ -50,11 +51,16 @@ def at(losses: DataFrame, variant: str, steps: int, multiple: int) -> dict[int, 
     return dict(zip(rows["seed"], rows["loss"], strict=True))
 
 
+def length_name(multiple: int) -> str:
+    """L, 4 L, ..."""
+    return "L" if multiple == 1 else f"{multiple} L"
+
+
 def retrofit_table(losses: DataFrame) -> str:
     """Mean losses at multiples of the training length: of the model before, without training, and
     after STEPS more steps. Markdown.
     """
-    heads = " | ".join(f"{multiple} L" if multiple > 1 else "L" for multiple in SHOWN)
+    heads = " | ".join(map(length_name, SHOWN))
     lines = [f"| added | steps | seeds | {heads} |", "| :-- | --: | --: |" + " --: |" * len(SHOWN)]
     rows = [("control", 0), *((variant, 0) for variant in UNTRAINED)]
     rows += [(variant, STEPS) for variant in TRAINED]
@@ -68,7 +74,7 @@ def retrofit_table(losses: DataFrame) -> str:
 
 
 def retrofit_differences(losses: DataFrame) -> str:
-    """KERPLE (log) minus what it is compared with, paired by seed, with 95 % intervals. Markdown."""
+    """KERPLE (log) minus what it is compared with, paired by seed. Markdown."""
     lines = ["| KERPLE (log), 300 steps, minus | at | nats | 95 % interval |"]
     lines.append("| :-- | --: | --: | --: |")
     others = [("control", STEPS), *((variant, 0) for variant in UNTRAINED)]
@@ -79,7 +85,7 @@ def retrofit_differences(losses: DataFrame) -> str:
             differences = [mine[seed] - theirs[seed] for seed in mine.keys() & theirs.keys()]
             if not differences:
                 continue
-            place = f"{multiple} L" if multiple > 1 else "L"
+            place = length_name(multiple)
             mean = statistics.fmean(differences)
             lines.append(f"| {NAMES[variant]} | {place} | {mean:+.3f} | {interval(differences)} |")
     return "\n".join(lines)
@@ -110,6 +116,9 @@ def retrofit_plot(losses: DataFrame, style: Style) -> Figure:
         color = f"C{index % 10}"
         axes.plot(FACTORS, means, dashes, marker="o", markersize=3, color=color, label=label)
     axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_locator(FixedLocator(FACTORS))
+    axes.xaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+    axes.xaxis.set_minor_locator(NullLocator())
     axes.set_xlabel("sequence length / training length L")
     axes.set_ylabel("loss (nats per token)")
     legend_above(figure, style, axes.get_legend_handles_labels()[0])

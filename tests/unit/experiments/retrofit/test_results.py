@@ -1,0 +1,60 @@
+"""The table and the figure of the retrofit experiment."""
+
+import pytest
+from pandas import DataFrame
+
+from experiments.retrofit import results
+from megatron.reporting.style import SCREEN
+
+LENGTHS = [32 * factor for factor in results.FACTORS]
+
+
+@pytest.fixture
+def losses():
+    """Seeds 1 and 2: the control grows by 1 per doubling, the kernel by 0.5, windows by 0."""
+    rows = []
+    for seed in (1, 2):
+        for variant, steps, slope in (
+            ("control", 0, 1.0),
+            ("window", 0, 0.0),
+            ("control", results.STEPS, 1.0),
+            ("kerple_log", results.STEPS, 0.5),
+        ):
+            for doubling, length in enumerate(LENGTHS):
+                loss = 2 + slope * doubling + seed * 0.01 * (variant == "kerple_log")
+                row = {"seed": seed, "variant": variant, "steps": steps}
+                rows.append({**row, "length": length, "loss": loss})
+    return DataFrame(rows)
+
+
+def test_table(losses):
+    table = results.retrofit_table(losses).splitlines()
+    assert table[2:] == [
+        "| nothing | 0 | 2 | 2.00 | 4.00 | 6.00 | 8.00 |",
+        "| window of L | 0 | 2 | 2.00 | 2.00 | 2.00 | 2.00 |",
+        "| nothing | 300 | 2 | 2.00 | 4.00 | 6.00 | 8.00 |",
+        "| KERPLE (log) | 300 | 2 | 2.01 | 3.01 | 4.01 | 5.01 |",
+    ]
+
+
+def test_differences_are_paired(losses):
+    rows = results.retrofit_differences(losses)
+    # 0.01 and 0.02 above: their mean, and t(0.975, 1) = 12.706 times 0.005.
+    assert "| nothing | L | +0.015 | [-0.049, +0.079] |" in rows
+    assert "| window of L | 16 L | +2.015 |" in rows
+    only = losses[losses["seed"] == 1]
+    assert "| nothing | L | +0.010 | – |" in results.retrofit_differences(only)
+
+
+def test_plot(losses):
+    figure = results.retrofit_plot(losses, SCREEN)
+    (axes,) = figure.axes
+    lines = {line.get_label(): list(line.get_ydata()) for line in axes.get_lines()}
+    assert lines["nothing, 0 steps"] == [2, 3, 4, 5, 6, 7, 8]
+    assert lines["KERPLE (log)"][-1] == pytest.approx(5.015)
+
+
+def test_records_are_read():
+    found = results.read_losses()
+    assert {"control", "window"} <= set(found["variant"])
+    assert not found["loss"].isna().any()
