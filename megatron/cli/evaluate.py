@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import hashlib
 import inspect
 import os
 import sys
@@ -12,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from kerple.positional import method_class
+from kerple.positional import method_class, registered_names
 from megatron.checkpoint.configuration import (
     check_trained_data,
     check_trained_tokenizer,
@@ -276,10 +277,7 @@ def _read_models(
                         "to evaluate all of them on"
                     )
 
-        # What results are stored with: those of other settings are measured again.
-        keys = saved.model.model_dump(exclude={"attention_backend", "pos_emb_module"})
-        settings = (options.precision, sorted(keys.items()), _module_digest(saved.model))
-        fingerprint = weights_fingerprint(step)
+        fingerprint = _fingerprint(step, saved.model)
         imported = options.hub_names.get(str(folder))
         label = None
         if labels:
@@ -300,7 +298,7 @@ def _read_models(
             pos_emb=pos_emb,
             seed=saved.training.seed,
             train_length=saved.model.seq_length,
-            settings=repr(settings),
+            settings=options.precision,
             precision=options.precision,
             environment={"commit": commit(), "machine": machine(), "versions": versions()},
         )
@@ -308,11 +306,20 @@ def _read_models(
     return models
 
 
-def _module_digest(config: ModelConfig) -> str | None:
-    """The SHA-256 of the file of an external positional method; None for a built-in one."""
-    if config.pos_emb_module is None:
-        return None
-    return file_sha256(inspect.getfile(method_class(config.pos_emb)))
+def _fingerprint(step: Path, config: ModelConfig) -> str:
+    """16 hexadecimal digits that identify what is measured: the weights, the model's configuration,
+    and the files of external methods.
+    """
+    keys = config.model_dump(exclude={"attention_backend", "pos_emb_module"})
+    files = set()
+    for name in registered_names():
+        for parent in method_class(name).__mro__:
+            package = parent.__module__.partition(".")[0]
+            if package not in ("kerple", "torch", "builtins"):
+                files.add(inspect.getfile(parent))
+    digests = [file_sha256(file) for file in sorted(files)]
+    identity = weights_fingerprint(step), sorted(keys.items()), digests
+    return hashlib.sha256(repr(identity).encode()).hexdigest()[:16]
 
 
 def _build_tokenizer(

@@ -44,7 +44,9 @@ Length = Annotated[Int, Field(ge=1)]
 
 
 class Checkpoint(TypedDict):
-    """The evaluated weights. path: the folder with `latest`. fingerprint: digest of the weights."""
+    """The evaluated model. path: the folder with `latest`. fingerprint: digest of the weights, the
+    configuration, and the code of an external method.
+    """
 
     path: Text | None
     iteration: Count | None

@@ -23,7 +23,12 @@ from megatron.reporting.formatting import (
     format_number,
     slug,
 )
-from megatron.reporting.paper_tables import compares_modes, modes_of, setting_title
+from megatron.reporting.paper_tables import (
+    compares_modes,
+    modes_of,
+    setting_title,
+    settings_notes,
+)
 from megatron.reporting.published import display_name
 from megatron.reporting.style import CHARACTER, COLORS, SCREEN, SMALL, Style, new_figure
 from megatron.reporting.tables import Table
@@ -57,7 +62,7 @@ def mode_tables(records: Sequence[AnyRecord]) -> list[Table]:
                 ("Method", "Mode"),
                 tuple(map(format_length, selected.lengths)),
                 paired.rows(rows),
-                (paired.note(rows),),
+                (paired.note(rows), *settings_notes(selected)),
             )
             tables.append(table)
     return tables

@@ -121,7 +121,7 @@ def difference_tables(records: Sequence[AnyRecord], reference: Method = REFERENC
                 ("Method",),
                 tuple(map(format_length, group.lengths)),
                 losses.rows(rows),
-                (losses.note(rows),),
+                (losses.note(rows), *settings_notes(group)),
             )
             tables.append(table)
     return tables

@@ -162,7 +162,8 @@ class SweepRun:
         if evaluated is None or not self._has_current_options(evaluated):
             return 0
         # Results may have been lost since.
-        if not has_results(self.results) or evaluated.get("results") != self._results_digest():
+        digest = self._results_digest()
+        if not digest or evaluated.get("results", digest) != digest:
             return 0
         if evaluated.get("fingerprint") != weights_fingerprint(self._last_step):
             return 0

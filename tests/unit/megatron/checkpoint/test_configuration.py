@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from megatron.checkpoint.configuration import (
+    OUTPUT_SETTINGS,
     check_trained_data,
     check_trained_tokenizer,
     checkpoint_config,
@@ -17,6 +18,7 @@ from megatron.checkpoint.configuration import (
 from megatron.checkpoint.directory import STATE_FILE
 from megatron.checkpoint.manifest import find_damage, read_manifest, write_manifest_of_folder
 from megatron.config import Config
+from megatron.config.schema.model import ModelConfig
 from megatron.tokenizer.tokenizer import CharLevelTokenizer
 from tests.support.checkpoints import settings_of, write_checkpoint
 from tests.support.errors import assert_rejected
@@ -162,3 +164,34 @@ def test_the_trained_data(tmp_path):
     assert check_trained_data(tmp_path, {first: "1", moved: "1", new: "2"}) == [new]
     for prefix in (first, str(tmp_path / "x" / ".." / "a")):
         assert_rejected(re.escape(prefix), check_trained_data, tmp_path, {prefix: "2"})
+
+
+# Keys of the model that need no row in OUTPUT_SETTINGS, because they change
+UNCOMPARED_KEYS = {
+    # the sizes of tensors, which are compared when weights are loaded,
+    *("num_layers", "hidden_size", "intermediate_size", "mlp_multiple_of", "padded_vocab_size"),
+    *("make_vocab_size_divisible_by", "attention_type", "use_qk_layernorm", "use_bias_in_norms"),
+    *("use_bias_in_attn_linear", "use_bias_in_attn_output", "use_bias_in_mlp"),
+    # the positional method, whose name and options are compared,
+    *("pos_emb", "pos_emb_options", "pos_emb_module", "rotary_pct", "rotary_emb_base"),
+    *("mlp_width", "dapev2_kernel", "noise_seq_length", "rpe_num_buckets", "rpe_max_distance"),
+    # and only training, the length or how the same numbers are computed.
+    *("hidden_dropout", "attention_dropout", "init_method", "init_method_std"),
+    *("output_layer_init_method", "seq_length", "max_position_embeddings"),
+    *("attention_backend", "output_layer_parallelism", "release_bf16_distances"),
+}
+# Attribute in OUTPUT_SETTINGS -> its keys, if it has another name.
+KEYS_OF_ATTRIBUTE = {
+    "window": ("sliding_window_width",),
+    "norm_epsilon": ("layernorm_epsilon", "rms_norm_epsilon"),
+    "activation_function": ("activation", "bias_gelu_fusion"),
+}
+
+
+def test_every_key_that_changes_logits_is_compared():
+    """A new key belongs into OUTPUT_SETTINGS, or above with its reason."""
+    compared = set()
+    for attribute in OUTPUT_SETTINGS:
+        compared.update(KEYS_OF_ATTRIBUTE.get(attribute, (attribute,)))
+    assert not compared & UNCOMPARED_KEYS
+    assert set(ModelConfig.model_fields) == compared | UNCOMPARED_KEYS

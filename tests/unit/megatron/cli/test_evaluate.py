@@ -457,7 +457,7 @@ def test_two_checkpoints_with_the_same_method_and_seed_need_labels(tmp_path, che
 
 
 def test_checkpoints_of_equal_weights_and_other_settings(tmp_path, checkpoints):
-    """Another epsilon changes losses, so they are measured again, and are no repetition."""
+    """Another epsilon changes losses, so it is another model."""
     original = checkpoints["kerple_log"][0]
     shutil.copytree(original, tmp_path / "other")
     config = tmp_path / "other/global_step4/configs/config.yml"
@@ -467,12 +467,13 @@ def test_checkpoints_of_equal_weights_and_other_settings(tmp_path, checkpoints):
     assert_rejected("other.*--label", main, [*words, str(original), str(tmp_path / "other")])
     main([*words, str(original)])
     (first,) = rows_in(tmp_path / "out")
-    main([*words, str(tmp_path / "other")])
+    assert_rejected("another model.*--replace", main, [*words, str(tmp_path / "other")])
+    main([*words, str(tmp_path / "other"), "--replace"])
     (second,) = rows_in(tmp_path / "out")
     assert second["loss"] != pytest.approx(first["loss"], abs=1e-3)
 
 
-def test_an_edited_method_is_measured_again(tmp_path, data, monkeypatch):
+def test_an_edited_method_is_another_model(tmp_path, data, monkeypatch):
     monkeypatch.setattr(registry, "_METHODS", dict(registry._METHODS))
     folder, file = tmp_path / "run", tmp_path / "test_edited.py"
     write_checkpoint(folder, "kerple_log", data)
@@ -483,7 +484,11 @@ def test_an_edited_method_is_measured_again(tmp_path, data, monkeypatch):
     losses = []
     for lines in ("", "    def bias(self, distance):\n        return -super().bias(distance)\n"):
         file.write_text(OWN.format(name="test_edited") + lines)
-        main(words)
+        if losses:
+            assert_rejected("another model.*--replace", main, words)
+            registry._METHODS.pop("test_edited")
+            sys.modules.pop(next(name for name in sys.modules if "test_edited" in name))
+        main([*words, "--replace"])
         losses.append([row["loss"] for row in rows_in(tmp_path / "report")])
         registry._METHODS.pop("test_edited")
         sys.modules.pop(next(name for name in sys.modules if "test_edited" in name))
