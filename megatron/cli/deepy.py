@@ -26,7 +26,7 @@ TRAIN_COMMAND = [str(ROOT / "kerple_command.py"), "train"]
 
 def main(argv: Sequence[str]) -> int:
     """Run deepy.py with these arguments; returns the exit status. Raises UserError."""
-    return launcher.main(argv, check_script)
+    return launcher.main(argv, check_script, try_script=try_script)
 
 
 def train() -> int:
@@ -39,7 +39,7 @@ def train() -> int:
         return 0
     if MERGED_CONFIG_OPTION in argv or "RANK" in os.environ:
         return train_script.main()
-    return launcher.main(argv, check_script, TRAIN_COMMAND, train_script.main)
+    return launcher.main(argv, check_script, TRAIN_COMMAND, train_script.main, try_script)
 
 
 def _train_parser(name: str) -> OptionParser:
@@ -52,6 +52,14 @@ def _train_parser(name: str) -> OptionParser:
         "and exit",
     )
     return parser
+
+
+def try_script(program: Sequence[str], config: Config) -> None:
+    """One step of the model that train.py would train. Raises UserError if it fails."""
+    if list(program) == TRAIN_COMMAND or Path(program[0]).resolve() == TRAIN:
+        from megatron.training.startup import try_model  # imports DeepSpeed
+
+        try_model(config, "--dry-run")
 
 
 def check_script(

@@ -9,15 +9,14 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from megatron.checkpoint.layers import DTYPES
 from megatron.cli.evaluation_options import check_modes, check_run
 from megatron.config import UserError
 from megatron.evaluation.records import read_results
 from megatron.launcher.resources import visible_gpus
-from megatron.model.trial import check_parts, not_finite, trial_step
 from megatron.sweep.definition import Sweep, read_sweep
 from megatron.sweep.planning import State, Status, SweepRun, missing_data, plan, select
 from megatron.sweep.runner import Display, Runner
+from megatron.training.startup import try_model
 from megatron.utils.command_line import OptionParser, integer
 from megatron.utils.files import check_writable
 from megatron.utils.processes import Lock
@@ -99,15 +98,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _try_models(runs: Sequence[SweepRun]) -> None:
-    """A trial step of each different model in its dtype. Raises UserError for gradients that are
-    not finite, and as `check_parts`.
-    """
+    """A trial step of each different model in its dtype. Raises UserError."""
     models = {(run.config.model.model_dump_json(), run.config.precision.dtype): run for run in runs}
-    for (_, dtype), run in models.items():
-        check_parts(run.config.model)
-        broken = trial_step(run.config.model, DTYPES[dtype])
-        if broken:
-            raise UserError(f"run {run.name}: {not_finite(run.config.model.pos_emb, broken)}")
+    for run in models.values():
+        try_model(run.config, f"run {run.name}")
 
 
 def _select_devices(jobs: int | None, runs: Sequence[SweepRun]) -> list[str]:

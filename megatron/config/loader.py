@@ -245,6 +245,7 @@ def _assign(keys: MergedKeys, messages: Messages) -> dict[str, dict[str, Any]]:
     flat = {name: entry.value for name, entry in keys.items()}
 
     def place(path: KeyPath, value: Any) -> None:
+        # A key of a section, a mapping of such keys, or a key of GPT-NeoX that no section has.
         dotted = ".".join(path)
         rest = (*path[:-1], WILDCARD)
         if path in FIELDS:
@@ -256,9 +257,10 @@ def _assign(keys: MergedKeys, messages: Messages) -> dict[str, dict[str, Any]]:
                 for key, child in value.items():
                     place((*path, str(key)), child)
             elif value is not None:
+                names = ", ".join(_children(path))
+                content = f" of {names}" if names else ""
                 messages.problems.append(
-                    f"{_where(path, keys)} must be a mapping of {', '.join(_children(path))}, not "
-                    f"{shortened(repr(value))}"
+                    f"{_where(path, keys)} must be a mapping{content}, not {shortened(repr(value))}"
                 )
         elif dotted in checks.KNOWN_KEYS:
             reason = checks.unsupported_reason(dotted, value, flat)

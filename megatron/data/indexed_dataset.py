@@ -56,6 +56,8 @@ _VALIDATION_BLOCK = 1 << 20
 
 # Parts of a file that `file_sample` reads. Together they cover files of up to 4 MiB.
 _SAMPLES, _SAMPLE_BYTES = 32, 1 << 17
+# Bytes of a .bin that is read completely if its manifest has no sample.
+_MAX_READ = 1 << 30
 
 _BUILD_COMMANDS = "kerple prepare (prepare_data.py) or tools/datasets/preprocess_data.py"
 _REBUILD_HINT = f"rebuild it with {_BUILD_COMMANDS}"
@@ -216,9 +218,13 @@ def _changed_file(files: IndexedFiles, manifest: "Manifest") -> Path | None:
         return index
     if manifest.idx_sha256 is not None and manifest.idx_sha256 != file_sha256(index):
         return index
-    if manifest.bin_sample is not None and manifest.bin_sample != file_sample(binary):
-        return binary
-    return None
+    if manifest.bin_sample is None:  # of an earlier version
+        is_other = files.tokens * files.dtype.itemsize <= _MAX_READ and (
+            manifest.sha256 != file_sha256(binary)
+        )
+    else:
+        is_other = manifest.bin_sample != file_sample(binary)
+    return binary if is_other else None
 
 
 def find_files(prefix: str | Path) -> tuple[Path, Path]:

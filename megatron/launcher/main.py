@@ -132,6 +132,7 @@ def main(
     check_script: Callable[[Sequence[str], Config, Sequence[str], int], list[str]] = lambda *_: [],
     program: Sequence[str] = (),
     run_rank: Callable[[], int] | None = None,
+    try_script: Callable[[Sequence[str], Config], None] = lambda *_: None,
 ) -> int:
     """Run deepy.py with these command-line arguments, and return the exit status of the script.
 
@@ -142,6 +143,8 @@ def main(
         program: what to start instead of the script that the first word names (see `rank_command`).
         run_rank: runs this process as a rank, if srun or mpirun has started it as one of several
             (deepspeed_slurm or deepspeed_mpi). Without it, that is an error.
+        try_script: with --dry-run, called with the script and the configuration before anything is
+            printed. Raises UserError for what would fail in the ranks.
 
     Raises UserError, before anything is started, if the configuration is wrong or does not fit this
     machine.
@@ -172,6 +175,8 @@ def main(
     if not on_other_hosts:
         for prefix in prefixes:
             find_files(prefix)
+    if arguments.dry_run:
+        try_script(program, config)
     print(f"deepy: {resources.describe()}", flush=True)
     if on_other_hosts:
         return _run_on_other_hosts(config, resources, arguments, prefixes)

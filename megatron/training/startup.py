@@ -33,6 +33,7 @@ from megatron.config import Config, UserError
 from megatron.data.indexed_dataset import data_fingerprint
 from megatron.data.splits import dataset_prefixes
 from megatron.model.settings import Layout
+from megatron.model.trial import check_parts, not_finite, trial_step
 from megatron.tokenizer.interface import Tokenizer
 from megatron.tokenizer.tokenizer import padded_vocab_size
 from megatron.training.deepspeed_setup import check_deepspeed
@@ -259,6 +260,16 @@ def _lock_and_resume(
         f"again from {origin}, choose another folder"
     )
     return resumed
+
+
+def try_model(config: Config, place: str) -> None:
+    """A trial step of the model in its dtype (see `trial_step`). Raises UserError, starting with
+    `place`, for gradients that are not finite, and as `check_parts`.
+    """
+    check_parts(config.model)
+    broken = trial_step(config.model, DTYPES[config.precision.dtype])
+    if broken:
+        raise UserError(f"{place}: {not_finite(config.model.pos_emb, broken)}")
 
 
 def identify_data(config: Config, start: Start, report: Callable[[str], None]) -> dict[str, str]:

@@ -6,7 +6,13 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron.data.indexed_dataset import IndexedFiles, Manifest, open_indexed_files
+from megatron.data.indexed_dataset import (
+    IndexedFiles,
+    Manifest,
+    bin_path,
+    file_sha256,
+    open_indexed_files,
+)
 from megatron.data.streams import open_part
 from megatron.preparation.documents import DocumentOptions, SkippedDocuments, read_texts
 from megatron.preparation.input_files import find_files
@@ -64,7 +70,7 @@ def manifest_of(files: IndexedFiles, largest_id: int, fingerprint: str = "") -> 
         tokens=files.tokens,
         text_bytes=None,
         largest_id=largest_id,
-        sha256="",
+        sha256=file_sha256(bin_path(files.prefix)),
         dtype=files.dtype.name,
         tokenizer="HFTokenizer",
         tokenizer_fingerprint=fingerprint,

@@ -352,7 +352,8 @@ def _suggested_mode(name: str) -> str | None:
     # A misspelled span, or a modifier without one.
     spans = difflib.get_close_matches(key, ("full", "window", "blockwise", "sinks"), n=1)
     if spans == ["window"]:
-        return f"window@{arguments or 'W'}{plus}{rest}"
+        size = arguments.partition(",")[0]
+        return f"window@{size or 'W'}{plus}{rest}"
     if spans and spans != [key]:
         return first.replace(key, spans[0], 1).removesuffix("@") + plus + rest
     modifier = _suggested_modifier(first)
@@ -379,11 +380,13 @@ def _suggested_modifier(part: str) -> str | None:
     known = similar[0]
     if key in MODIFIERS:
         known = key
-    if arguments:
-        return f"{known}{at}{arguments}"
-    if MODIFIERS[known].optional:
-        return known
-    return MODIFIERS[known].grammar(known)
+    modifier = MODIFIERS[known]
+    if not arguments:
+        return known if modifier.optional else modifier.grammar(known)
+    # As many as the modifier has, with letters for those that are missing.
+    letters = [letter for letter, _ in modifier.arguments]
+    given = arguments.split(",")[: len(letters)]
+    return f"{known}{at}{','.join([*given, *letters[len(given) :]])}"
 
 
 def _span(match: re.Match[str], name: str, train_length: int | None) -> tuple[str, Span]:

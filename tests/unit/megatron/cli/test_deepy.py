@@ -189,6 +189,21 @@ def test_dry_run_over_several_hosts(start, tmp_path, monkeypatch, capfd, name):
     assert printed == DRY_RUNS[name]
 
 
+def test_a_dry_run_tries_a_step(start, tmp_path, capfd):
+    """A method that fails in the dtype of the run is found before it starts."""
+    write_dataset(tmp_path / "nowhere")
+    (tmp_path / "own.py").write_text(
+        "import torch\nfrom kerple.positional import Bias, register\n"
+        "@register('test_wrong_dtype')\nclass Own(Bias):\n"
+        "    def __init__(self, num_heads):\n        super().__init__()\n"
+        "        self.w = torch.nn.Parameter(torch.ones(num_heads, 1))\n"
+        "    def bias(self, distance):\n        return self.w @ distance.double()[None]\n"
+    )
+    keys = ["pos-emb=test_wrong_dtype", f"pos_emb_module={tmp_path / 'own.py'}"]
+    assert start("--dry-run", "--set", *keys) != 0
+    assert "own.py" in capfd.readouterr().err
+
+
 def test_dry_run_on_this_machine(start, tmp_path, capfd):
     assert start("--dry-run") == 2  # as without it
     assert "no data at" in capfd.readouterr().err

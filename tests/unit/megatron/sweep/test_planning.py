@@ -2,14 +2,17 @@
 
 import json
 import shutil
-import time
-from dataclasses import replace
 from itertools import product
 
 import pytest
 
 from megatron.config import UserError
-from megatron.data.indexed_dataset import open_indexed_files, write_manifest
+from megatron.data.indexed_dataset import (
+    bin_path,
+    manifest_path,
+    open_indexed_files,
+    write_manifest,
+)
 from megatron.evaluation.records import RESULTS
 from megatron.sweep import planning
 from megatron.sweep.definition import read_sweep
@@ -253,8 +256,11 @@ def build_data_again(prefix, *, manifest):
     if not manifest:
         write_corpus(prefix.parent, documents=50)
         return
-    manifest = manifest_of(open_indexed_files(str(prefix)), largest_id=1)
-    write_manifest(prefix, replace(manifest, sha256=f"{time.monotonic_ns():064x}"))
+    manifest_path(prefix).unlink(missing_ok=True)
+    content = bytearray(bin_path(prefix).read_bytes())
+    content[0] = (content[0] + 1) % 100
+    bin_path(prefix).write_bytes(content)
+    write_manifest(prefix, manifest_of(open_indexed_files(str(prefix)), largest_id=1))
 
 
 @pytest.mark.parametrize("manifest", [False, True])
