@@ -266,12 +266,11 @@ def build_data_again(prefix, *, manifest):
 @pytest.mark.parametrize("manifest", [False, True])
 def test_data_that_were_built_again_are_an_error(manifest, sweep):
     prefix = sweep.folder / "text_document"
-    write_corpus(sweep.folder)
-    if manifest:
-        build_data_again(prefix, manifest=True)
     path = write_sweep(
         sweep.folder, axes={"pos_emb": ["alibi.yml"], "seed": [{"seed": 7}, {"seed": 17}]}
     )
+    if manifest:
+        build_data_again(prefix, manifest=True)
     sweep(write=False, status=1)
     files = {file: file.read_bytes() for file in sweep.folder.glob("text_document.*")}
     build_data_again(prefix, manifest=manifest)
