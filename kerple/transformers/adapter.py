@@ -203,8 +203,13 @@ def _read(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
         raise ValueError(
             f"{folder}: has neither {DESCRIPTION} nor a model that was saved with a method"
         )
+    # The files that from_pretrained reads; earlier ones may lie next to them.
+    files = [folder / "model.safetensors"]
+    if not files[0].exists():
+        index = json.loads((folder / "model.safetensors.index.json").read_text())
+        files = [folder / name for name in sorted(set(index["weight_map"].values()))]
     weights = {}
-    for path in folder.glob("*.safetensors"):
+    for path in files:
         with safe_open(path, framework="pt") as file:
             for name in file.keys():  # noqa: SIM118
                 if name.startswith(f"{MODULE}."):

@@ -26,7 +26,7 @@ from megatron.config.schema.training import GenerationConfig
 from megatron.convert.tokenizer_files import check_rows
 from megatron.evaluation.modes import parse_modes
 from megatron.inference.decoder import as_decoder
-from megatron.inference.generation import generate
+from megatron.inference.generation import Sampling, generate
 from megatron.model.gpt import GPT
 from megatron.tokenizer.interface import Tokenizer
 from megatron.utils.command_line import integer, path_option
@@ -76,7 +76,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         if prompt_file is not None:
             prompts = read_prompts(prompt_file, prompt_end)
         contexts = [prompt for prompt in prompts for _ in range(settings.num_samples)]
-        if settings.num_samples > 1 and settings.temperature == 0:
+        sampling = Sampling(settings.temperature, settings.top_k, settings.top_p)
+        if settings.num_samples > 1 and sampling.is_greedy:
             note = (
                 "the samples of a prompt are identical: temperature is 0 (greedy decoding); set it "
                 "above 0 to sample"

@@ -35,7 +35,8 @@ class Sampling:
     """How the next token is chosen from logits.
 
     Attributes:
-        temperature: divides the logits; 0 chooses the most probable token (greedy).
+        temperature: divides the logits. As in GPT-NeoX, 0 chooses the most probable token (greedy)
+            if top_k and top_p are 0, and is 1 otherwise.
         top_k: sample from the k most probable tokens; 0: from all.
         top_p: then sample from the smallest set of tokens whose total probability is at least top_p
             (nucleus sampling, Holtzman et al. 2020); 0 and 1: from all.
@@ -50,7 +51,7 @@ class Sampling:
 
     def __post_init__(self) -> None:
         if not (self.temperature >= 0 and math.isfinite(self.temperature)):
-            raise UserError(f"temperature must be 0 (greedy) or more, not {self.temperature}")
+            raise UserError(f"temperature must be 0 or more, not {self.temperature}")
         if self.top_k < 0:
             raise UserError(f"top_k must be 0 (off) or more, not {self.top_k}")
         if not 0 <= self.top_p <= 1:
@@ -58,9 +59,14 @@ class Sampling:
         if self.vocab_size is not None and self.vocab_size < 1:
             raise UserError(f"vocab_size must be at least 1, not {self.vocab_size}")
 
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the most probable token is chosen."""
+        return self.temperature == self.top_k == self.top_p == 0
+
     def probabilities(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """Float64 probabilities `[b, k]` of the remaining tokens and their ids `[b, k]`, from
-        logits `[b, v]`. Requires a temperature above 0.
+        logits `[b, v]`, unless the choice is greedy.
         """
         logits = logits[:, : self.vocab_size].double()
         nucleus = 0 < self.top_p < 1
@@ -73,7 +79,7 @@ class Sampling:
             ids = torch.arange(logits.shape[1], device=logits.device).expand_as(logits)
 
         # Subtract the largest logit first, so that a very small temperature does not overflow.
-        scaled = (logits - logits.amax(dim=-1, keepdim=True)) / self.temperature
+        scaled = (logits - logits.amax(dim=-1, keepdim=True)) / (self.temperature or 1.0)
         probabilities = scaled.softmax(dim=-1)  # [b, k]
         if nucleus:
             before = probabilities.cumsum(dim=-1) - probabilities
@@ -91,7 +97,7 @@ class Sampling:
                 "the model's logits are NaN or infinite: the checkpoint is damaged, or its values "
                 "overflow"
             )
-        if self.temperature == 0:
+        if self.is_greedy:
             greedy: list[int] = known.argmax(dim=-1).tolist()
             return greedy
         probabilities, ids = self.probabilities(logits)  # [b, k]

@@ -259,7 +259,11 @@ class GenerationConfig(ConfigSection):
     )
 
     # How tokens are sampled.
-    temperature: float = field(0.0, "Sampling temperature. 0: greedy decoding.", ge=0)
+    temperature: float = field(
+        0.0,
+        "Sampling temperature. 0: greedy decoding, or with top_k or top_p, 1.",
+        ge=0,
+    )
     top_p: float = field(
         0.0,
         "Nucleus sampling: sample from the most likely tokens with this total probability. 0: off.",

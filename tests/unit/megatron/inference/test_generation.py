@@ -266,6 +266,14 @@ def test_temperature_zero_chooses_the_most_probable():
     assert Sampling().choose(logits, [None, None]) == [1, 0]
 
 
+@pytest.mark.parametrize("options", [{"top_k": 3}, {"top_p": 0.9}, {"top_k": 2, "top_p": 0.7}])
+def test_temperature_zero_with_top_k_or_top_p_is_one(options):
+    """As in GPT-NeoX."""
+    logits = torch.tensor([[1.0, 2.0, 0.5, -1.0]])
+    expected = distribution(Sampling(temperature=1.0, **options), logits)
+    assert distribution(Sampling(**options), logits).tolist() == expected.tolist()
+
+
 def test_a_very_small_temperature_is_nearly_greedy_and_does_not_overflow():
     logits = torch.tensor([[50.0, 49.0, -80.0]])
     assert distribution(Sampling(temperature=1e-300), logits).tolist() == [[1.0, 0.0, 0.0]]
