@@ -47,7 +47,7 @@ from megatron.data.streams import evaluation_corpora
 from megatron.evaluation.metrics.effective_length import effective_lengths, plan_effective_lengths
 from megatron.evaluation.metrics.passkey import Prompts
 from megatron.evaluation.modes import supported_modes
-from megatron.evaluation.records import Checkpoint, Provenance, Record
+from megatron.evaluation.records import Checkpoint, Provenance, Record, model_of
 from megatron.evaluation.results_file import ResultsFile
 from megatron.evaluation.runner import EvalTask, check_losses, run_eval_tasks
 from megatron.evaluation.text import Text, check_range, evaluation_text
@@ -123,7 +123,6 @@ class EvaluatedModel:
     step: Path
     saved: Config
     provenance: Provenance
-    fingerprint: str
 
 
 def _evaluate(
@@ -180,7 +179,8 @@ def _evaluate(
     measurements([*records, *not_measured], "extrapolation", "loss")
 
     # Measure one model after the other.
-    results = ResultsFile(output, [model.fingerprint for model in models], replace=options.replace)
+    known = [str(model_of({"checkpoint": model.provenance.checkpoint})) for model in models]
+    results = ResultsFile(output, known, replace=options.replace)
     on_record = results.add if rank == 0 else None
     with contextlib.ExitStack() as stack:
         # Only rank 0 opens the file. If that fails, all ranks raise the error.
@@ -277,7 +277,7 @@ def _read_models(
                         "to evaluate all of them on"
                     )
 
-        fingerprint = _fingerprint(step, saved.model)
+        fingerprint, digest = weights_fingerprint(step), _model_digest(saved.model)
         imported = options.hub_names.get(str(folder))
         label = None
         if labels:
@@ -294,6 +294,7 @@ def _read_models(
                 fingerprint=fingerprint,
                 layers=saved.model.num_layers,
                 hidden_size=saved.model.hidden_size,
+                model=digest,
             ),
             pos_emb=pos_emb,
             seed=saved.training.seed,
@@ -302,13 +303,13 @@ def _read_models(
             precision=options.precision,
             environment={"commit": commit(), "machine": machine(), "versions": versions()},
         )
-        models.append(EvaluatedModel(folder, step, saved, provenance, fingerprint))
+        models.append(EvaluatedModel(folder, step, saved, provenance))
     return models
 
 
-def _fingerprint(step: Path, config: ModelConfig) -> str:
-    """16 hexadecimal digits that identify what is measured: the weights, the model's configuration,
-    and the files of external methods.
+def _model_digest(config: ModelConfig) -> str:
+    """16 hexadecimal digits that identify the model's configuration and the files of external
+    methods, which change what the weights compute.
     """
     keys = config.model_dump(exclude={"attention_backend", "pos_emb_module"})
     files = set()
@@ -318,7 +319,7 @@ def _fingerprint(step: Path, config: ModelConfig) -> str:
             if package not in ("kerple", "torch", "builtins"):
                 files.add(inspect.getfile(parent))
     digests = [file_sha256(file) for file in sorted(files)]
-    identity = weights_fingerprint(step), sorted(keys.items()), digests
+    identity = sorted(keys.items()), digests
     return hashlib.sha256(repr(identity).encode()).hexdigest()[:16]
 
 

@@ -16,7 +16,6 @@ from megatron.launcher.resources import visible_gpus
 from megatron.sweep.definition import Sweep, read_sweep
 from megatron.sweep.planning import State, Status, SweepRun, missing_data, plan, select
 from megatron.sweep.runner import Display, Runner
-from megatron.training.startup import try_model
 from megatron.utils.command_line import OptionParser, integer
 from megatron.utils.files import check_writable
 from megatron.utils.processes import Lock
@@ -99,6 +98,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _try_models(runs: Sequence[SweepRun]) -> None:
     """A trial step of each different model in its dtype. Raises UserError."""
+    from megatron.training.startup import try_model  # imports DeepSpeed
+
     models = {(run.config.model.model_dump_json(), run.config.precision.dtype): run for run in runs}
     for run in models.values():
         try_model(run.config, f"run {run.name}")

@@ -44,8 +44,9 @@ Length = Annotated[Int, Field(ge=1)]
 
 
 class Checkpoint(TypedDict):
-    """The evaluated model. path: the folder with `latest`. fingerprint: digest of the weights, the
-    configuration, and the code of an external method.
+    """The evaluated model. path: the folder with `latest`. fingerprint: digest of the weights.
+    model: digest of the configuration and of the code of external methods; earlier versions did not
+    record it.
     """
 
     path: Text | None
@@ -53,6 +54,7 @@ class Checkpoint(TypedDict):
     fingerprint: Name
     layers: Count
     hidden_size: Count
+    model: NotRequired[Name]
 
 
 class Environment(TypedDict):
@@ -299,6 +301,15 @@ def extrapolation_records(records: Iterable[Record]) -> list[ExtrapolationRecord
     return cast(list[ExtrapolationRecord], found)
 
 
+def model_of(record: Mapping[str, Any]) -> str | None:
+    """Identifies the weights, configuration and code that were measured; None if they are not
+    known.
+    """
+    checkpoint = record.get("checkpoint") or {}
+    known = [checkpoint[name] for name in ("fingerprint", "model") if name in checkpoint]
+    return " ".join(known) or None
+
+
 def fingerprint_of(record: Mapping[str, Any]) -> str | None:
     """The fingerprint of the weights that were measured; None if it is not known."""
     fingerprint: str | None = (record.get("checkpoint") or {}).get("fingerprint")
@@ -311,7 +322,7 @@ def identity(record: Record) -> tuple[object, ...]:
     checkpoint = record.get("checkpoint") or cast(Checkpoint, {})
     return (
         record["kind"],
-        checkpoint.get("fingerprint") or checkpoint.get("path"),
+        model_of(record) or checkpoint.get("path"),
         *(record.get(key) for key in keys),
     )
 

@@ -11,8 +11,8 @@ from megatron.evaluation.modes import UNSUPPORTED_NOTE
 from megatron.evaluation.records import (
     RESULTS,
     Record,
-    fingerprint_of,
     identity,
+    model_of,
     parse_record,
     read_results_file,
 )
@@ -26,7 +26,7 @@ class ResultsFile:
 
     Args:
         folder: created if needed.
-        checkpoints: fingerprints of the models to evaluate.
+        models: those to evaluate, as `model_of` names them.
         replace: drop stored records of other models.
 
     Entering raises UserError if the folder cannot be written to, if another process is writing to
@@ -36,14 +36,14 @@ class ResultsFile:
     def __init__(
         self,
         folder: str | os.PathLike[str],
-        checkpoints: Sequence[str] = (),
+        models: Sequence[str] = (),
         *,
         replace: bool = False,
     ):
         self.folder = Path(folder)
         self.path = self.folder / RESULTS
         self.records: list[Record] = []
-        self._checkpoints = set(checkpoints)
+        self._models = set(models)
         self._replace = replace
         self._lock = Lock(
             self.folder / f"{RESULTS}.lock",
@@ -62,7 +62,7 @@ class ResultsFile:
             stored = read_results_file(self.path) if self.path.exists() else []
             self.records, other = [], None
             for record in stored:
-                if fingerprint_of(record) in self._checkpoints:
+                if model_of(record) in self._models:
                     self.records.append(record)
                 else:
                     other = other or record

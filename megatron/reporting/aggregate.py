@@ -10,6 +10,7 @@ from typing import Any
 
 from pandas import DataFrame, Series, concat
 
+from megatron.evaluation.records import model_of
 from megatron.reporting.formatting import slug
 from megatron.utils.errors import UserError
 
@@ -183,7 +184,7 @@ def measurements(records: Iterable[AnyRecord], kind: str, value: str) -> Measure
 
 def _weights(record: AnyRecord) -> str:
     """Identifies the weights, independently of where they are stored."""
-    return (record.get("checkpoint") or {}).get("fingerprint") or _source(record)
+    return model_of(record) or _source(record)
 
 
 def _source(record: AnyRecord) -> str:
