@@ -194,7 +194,8 @@ def test_a_copied_run_is_a_new_one_and_a_moved_run_is_not(
     (original,) = {line["run"] for line in lines_of(tmp_path / "moved")}
     first, second = dict.fromkeys(line["run"] for line in lines_of(tmp_path / "copy"))
     assert (first, len({original, second})) == (original, 2)
-    names = [path.name.rpartition("-")[2] for path in wandb_offline.glob("offline-run-*")]
+    # offline-run-DATE-ID, and -1 for a second one of the same second.
+    names = [path.name.split("-")[3] for path in wandb_offline.glob("offline-run-*")]
     assert sorted(names) == sorted([original, original, second, second])
 
 
