@@ -42,6 +42,7 @@ from megatron.cli.model_options import (
 )
 from megatron.config import Config, UserError
 from megatron.config.schema.model import ModelConfig
+from megatron.convert.tokenizer_files import digest_of_ids
 from megatron.data.indexed_dataset import data_fingerprint, file_sha256
 from megatron.data.streams import evaluation_corpora
 from megatron.evaluation.metrics.effective_length import effective_lengths, plan_effective_lengths
@@ -345,20 +346,23 @@ def _build_tokenizer(
     if config.checkpoint.allow_other_tokenizer:
         return tokenizer
 
-    # Checkpoints name their tokenizer, or else the files in their configuration do.
+    # Checkpoints name their tokenizer, and their configuration its files. Files that give the same
+    # ids are one tokenizer: transformers writes tokenizer.json anew with each model that it saves.
     for model in models:
         trained = trained_tokenizer(model.step)
-        if trained is not None:
-            check_trained_tokenizer(trained, tokenizer, allowed=False, place=model.step)
-            continue
         own = TokenizerFiles.of(model.saved)
+        if trained == tokenizer.fingerprint or (trained is None and own == files):
+            continue
         try:
-            is_other = own != files and own.build().fingerprint != tokenizer.fingerprint
-        except UserError:  # its files are elsewhere, so nothing is known about it
+            theirs = own.build()
+        except UserError:  # its files are elsewhere
+            check_trained_tokenizer(trained, tokenizer, allowed=False, place=model.step)
             if options.text is not None:
                 raise
             continue
-        if is_other:
+        if trained not in (None, theirs.fingerprint):  # its files have changed
+            check_trained_tokenizer(trained, tokenizer, allowed=False, place=model.step)
+        if digest_of_ids(theirs) != digest_of_ids(tokenizer):
             raise UserError(
                 f"{model.folder}: its tokenizer ({own.tokenizer_type} {own.vocab_file or ''}) is "
                 f"not the one in use ({files.tokenizer_type} {files.vocab_file or ''}); evaluate "

@@ -80,6 +80,7 @@ def evaluate_positional(description: str, argv: Sequence[str]) -> None:
                 hidden_size=sizes.hidden_size,
             ),
             pos_emb=method,
+            train_length=getattr(sizes, "max_position_embeddings", None),  # as `from-hf` reads it
             settings=options.precision,
             precision=options.precision,
             environment={"commit": commit(), "machine": machine(), "versions": versions()},

@@ -194,14 +194,15 @@ def _source(record: AnyRecord) -> str:
 
 def comparable_means(cells: Iterable[Series | None]) -> list[float]:
     """The mean of each cell over its seeds; NaN if they are not those of the first cell with most
-    seeds, because means over different seeds also differ because of the seeds.
+    seeds, because means over different seeds also differ because of the seeds. Of one seed each, as
+    of imported models, all are compared.
     """
     known = [cell.dropna() for cell in cells if cell is not None]
     most = max((set(cell.index) for cell in known), key=len, default=set())
     means = []
     for cell in cells:
         mean = math.nan
-        if cell is not None and set(cell.dropna().index) == most:
+        if cell is not None and (len(most) == 1 or set(cell.dropna().index) == most):
             mean = float(cell.mean())
         means.append(mean)
     return means

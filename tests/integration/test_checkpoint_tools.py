@@ -3,6 +3,7 @@ project.
 """
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -18,7 +19,7 @@ from kerple.attention import AttentionMode, Span
 from kerple.positional.distance_maps import Clip
 from megatron.checkpoint.manifest import read_manifest
 from megatron.checkpoint.storage import CheckpointError
-from megatron.cli import convert, import_release, inspect
+from megatron.cli import convert, import_release, inspect, report
 from megatron.cli.evaluate import main as evaluate_main
 from megatron.cli.generate import main as generate_main
 from megatron.config import Config, UserError, load_config
@@ -161,10 +162,8 @@ def test_import_finetune_and_export(pythia, tmp_path, capsys):
         assert (back(tokens).logits - theirs(tokens).logits).abs().max() < 1e-4
 
 
-def test_continued_pretraining_with_another_method(pythia, tmp_path, capsys):
-    """The commands in docs/huggingface.md, with a small model and corpus: import, tokenize, train,
-    evaluate.
-    """
+def test_training_with_another_method(pythia, tmp_path, capsys):
+    """Import, tokenize, train on growing lengths, evaluate both."""
     documents = [PYTHON[start : start + 1000] for start in range(0, 12_000, 1000)]
     (tmp_path / "corpus.jsonl").write_text(
         "".join(json.dumps({"text": text}) + "\n" for text in documents)
@@ -172,53 +171,73 @@ def test_continued_pretraining_with_another_method(pythia, tmp_path, capsys):
     ours, run = str(tmp_path / "ours"), str(tmp_path / "run")
 
     convert.main(["from-hf", str(pythia[0]), ours])
-    tokenizer = [
-        "--tokenizer-type",
-        "HFTokenizer",
-        "--vocab-file",
-        f"{ours}/tokenizer.json",
-        "--append-eod",
-    ]
-    data = ["--input", str(tmp_path / "corpus.jsonl"), "--output-prefix", str(tmp_path / "data")]
-    assert preprocess_data.main([*data, *tokenizer]) in (None, 0)
-    overrides = [
-        f"load={ours}",
-        f"save={run}",
-        f"data_path={tmp_path}/data_text_document",
-        "split=2,1,0",
-    ]
-    overrides += [
-        "train_micro_batch_size_per_gpu=2",
-        "train_batch_size=2",
-        "train_iters=3",
-        "eval_iters=1",
-    ]
-    overrides += [
-        "seq_length=32",
-        "curriculum_learning.min_difficulty=8",
-        "curriculum_learning.max_difficulty=32",
-    ]
-    overrides += [
-        f"curriculum_learning.schedule_config.{name}"
-        for name in ("difficulty=[8, 32]", "max_step=[1]")
-    ]
-    files = [
-        f"{ours}/global_step0/configs/config.yml",
-        ROOT / "configs" / "continued_pretraining.yml",
-    ]
+    arguments = ["--tokenizer-type", "HFTokenizer", "--vocab-file", f"{ours}/tokenizer.json"]
+    arguments += ["--input", str(tmp_path / "corpus.jsonl"), "--append-eod"]
+    arguments += ["--output-prefix", str(tmp_path / "data")]
+    assert preprocess_data.main(arguments) in (None, 0)
+    corpus = [f"data_path={tmp_path}/data_text_document", "split=2,1,0"]
+    overrides = [*corpus, f"load={ours}", f"save={run}", "finetune=true", "pos_emb=kerple_log"]
+    overrides += ["train_micro_batch_size_per_gpu=2", "train_batch_size=2", "train_iters=3"]
+    overrides += ["eval_iters=1", "seq_length=32", "num_workers=0"]
+    curriculum = {
+        "enabled": True,
+        "curriculum_type": "seqlen",
+        "min_difficulty": 8,
+        "max_difficulty": 32,
+        "schedule_type": "fixed_discrete",
+        "schedule_config": {"difficulty": [8, 32], "max_step": [1]},
+    }
+    overrides.append(f"curriculum_learning={json.dumps(curriculum)}")
     capsys.readouterr()
-    assert train(load_config(files, overrides=[*overrides, "num_workers=0"])).tokens == 2 * (
-        8 + 32 + 32
-    )
+    config = load_config([f"{ours}/global_step0/configs/config.yml"], overrides=overrides)
+    assert train(config).tokens == 2 * (8 + 32 + 32)
     log = capsys.readouterr().out
     assert "the checkpoint's positional parameters are not used; those of kerple_log are new" in log
     assert "curriculum_learning: length 32 from iteration 2" in log
-    corpus = [f"data_path={tmp_path}/data_text_document", "split=2,1,0"]
+
     options = ["--lengths", "32", "256", "--tokens", "512", "--set", *corpus]
     evaluate_main(["--checkpoint", ours, run, "--output", str(tmp_path / "results"), *options])
     lines = capsys.readouterr().err
     assert "rotary (fraction 0.25) full non-overlapping at 256: perplexity" in lines
     assert "kerple_log full non-overlapping at 256: perplexity" in lines
+
+
+def test_continued_pretraining(pythia, tmp_path, monkeypatch):
+    """The code of docs/huggingface.md, with a small model and 3 steps; then its commands."""
+    monkeypatch.chdir(tmp_path)
+    folder = shutil.copytree(pythia[0], tmp_path / "pythia")
+    # transformers adds a padding token to the tokenizer of a GPT-NeoX model otherwise.
+    (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    text = (ROOT / "docs" / "huggingface.md").read_text()
+    text = text[text.index("## Continued pre-training") :]
+    code = re.findall(r"```python\n(.*?)```", text, re.DOTALL)[0]
+    for large, small in {
+        "EleutherAI/pythia-160m": "pythia",
+        ", 2048\n": ", 32\n",
+        "max_steps=1000": "max_steps=3, use_cpu=True",
+        "accumulation_steps=32": "accumulation_steps=1",
+    }.items():
+        assert large in code
+        code = code.replace(large, small)
+    for name in ("train.txt", "test.txt"):
+        Path(name).write_text(PYTHON[:8000])
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):  # of training in this process
+        monkeypatch.delenv(name, raising=False)
+    exec(code, {})
+    options = ["--text", "test.txt", "--lengths", "32", "128", "--output"]
+    control = ["--checkpoint", "pythia", "runs/control", "--modes", "full", "window@32"]
+    evaluate_main([*control, *options, "results/control"])
+    kerple = ["--checkpoint", "runs/kerple", "--positional", "runs/kerple"]
+    evaluate_main([*kerple, *options, "results/kerple"])
+    report.main(["results/control", "results/kerple", "--output", "results"])
+    (table,) = Path("results/tables").glob("perplexity-*.md")
+    rotary = "Rotary (fraction 0.25)"
+    methods = [f"{rotary} (pythia)", f"{rotary} (control)", "gpt_neox + kerple_log"]
+    values = {}
+    for method in methods:  # in the first part, of full attention
+        values[method] = table.read_text().split(f"| {method} | ")[1].split(" ")[0]
+    lowest = min(values, key=lambda method: float(values[method].strip("*")))
+    assert values[lowest].startswith("**")
 
 
 @pytest.fixture

@@ -125,13 +125,13 @@ def test_modern_model_differs_from_the_paper_s_only_in_its_blocks():
     assert modern.notices == ()
 
 
-def test_continued_pretraining_removes_the_options_of_the_checkpoint_s_method(tmp_path):
+def test_another_method_removes_the_options_of_the_checkpoint_s_method(tmp_path):
     """Such as the rotary scaling of Llama 3."""
     before = tmp_path / "config.yml"
     scaling = '{"scaling": "llama3", "factor": 8.0, "trained_length": 8192}'
     before.write_text(f'{{"pos_emb": "rotary", "pos_emb_options": {scaling}}}')
     overrides = ["load=x", "data_path=y", "train_micro_batch_size_per_gpu=8"]
-    config = load_config(["small_bf16", before, "continued_pretraining"], CONFIGS, overrides)
+    config = load_config(["small_bf16", before, "pos_emb/kerple_log"], CONFIGS, overrides)
     assert (config.model.pos_emb, config.model.positional_options) == ("kerple_log", {})
 
 

@@ -6,7 +6,8 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
-from transformers import DynamicCache
+from transformers import Cache, DynamicCache
+from transformers.cache_utils import QuantizedLayer
 
 from kerple.positional import ModelShape, build, primary_names
 from kerple.transformers import use_positional
@@ -76,6 +77,35 @@ def test_generation_with_caches(name, padding):
     beams = {**options, "num_beams": 3}
     expected = model.generate(**inputs, **beams, use_cache=False)
     assert torch.equal(model.generate(**inputs, **beams).sequences, expected.sequences)
+
+
+class LosslessLayer(QuantizedLayer):
+    """What a quantized cache does, without its error."""
+
+    def _quantize(self, tensor, axis):
+        return tensor.clone()
+
+    def _dequantize(self, q_tensor):
+        return q_tensor
+
+
+# transformers 5.0 does not know the new name, cache.
+@pytest.mark.filterwarnings("ignore:`past_key_values` is deprecated:FutureWarning")
+@pytest.mark.parametrize("method", ["kerple_log", "rpe", "dape_kerple"])
+@pytest.mark.parametrize("name", ["llama", "gpt_neox"])
+def test_quantized_cache(name, method):
+    """The keys move to the quantized part while the text grows, also between the beams."""
+    model = family_model(name)
+    use_positional(model, method)
+    inputs = family_inputs(model, "left")
+    options = {"max_new_tokens": 9, "do_sample": False, "eos_token_id": None}
+    for beams in (1, 3):
+        expected = model.generate(**inputs, **options, num_beams=beams, use_cache=False)
+        layers = [LosslessLayer(residual_length=4) for _ in range(model.config.num_hidden_layers)]
+        cache = Cache(layers=layers)
+        found = model.generate(**inputs, **options, num_beams=beams, past_key_values=cache)
+        assert torch.equal(found, expected)
+        assert cache.get_seq_length() == found.shape[1] - 1
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])

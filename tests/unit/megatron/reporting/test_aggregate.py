@@ -128,6 +128,8 @@ def test_means_over_other_seeds_cannot_be_compared():
     assert comparable_means([*cells, None]) == pytest.approx(
         [math.nan, 3.0, 3.0, math.nan, math.nan], nan_ok=True
     )
+    # One seed each, or none, as of imported models.
+    assert comparable_means([Series({1: 2.0}), Series({None: 1.0})]) == [2.0, 1.0]
 
 
 def test_the_t_test_needs_pairs():
