@@ -3,6 +3,7 @@
 import copy
 import hashlib
 import json
+import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,9 +24,12 @@ MODULE = "kerple_positional"
 # What is noted in modules, without registering it.
 MARKS = ("_kerple_attention", "_kerple_cross", "_kerple_removed", "_kerple_state")
 WEIGHTS, DESCRIPTION = "positional.safetensors", "positional.json"
-# The keys of DESCRIPTION.
+# The keys that describe a method, and further ones in DESCRIPTION and in config.json.
 DESCRIBED = {"method", "class", "options", "own_positions", "layers"}
-DESCRIBED |= {"num_layers", "num_heads", "head_size", "sha256"}
+DESCRIBED |= {"num_layers", "num_heads", "head_size"}
+IN_DESCRIPTION, IN_CONFIG = {"sha256", "base_model", "embedding"}, {"load"}
+# Values of two embeddings of one model may differ by this part of the largest one: dtypes do.
+SAME_EMBEDDING = 0.02
 # What a method may need that the interface does not pass.
 UNAVAILABLE = {
     "decay": "the hidden states of the layer, which transformers does not pass to attention",
@@ -134,13 +138,19 @@ def use_positional(
 def save_positional(model: PreTrainedModel, folder: str | Path) -> None:
     """Write the method of a model, with its parameters, to a folder: `positional.safetensors` and
     `positional.json`. Raises ValueError if the model has none, or one that was given as an object.
+
+    A few values of the token embedding are stored too, by which `load_positional` recognizes the
+    model. If all weights were trained, save the model at the same time.
     """
-    description = _state_of(model).description
+    description = dict(_state_of(model).description)
     if description["method"] is None:
         raise ValueError("the method was given as an object; name it, so that it can be loaded")
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    module = getattr(_owner(model), MODULE)
+    owner: Any = _owner(model)
+    description["base_model"] = owner.config._name_or_path
+    description["embedding"] = _sample(_embedding_of(owner))
+    module = getattr(owner, MODULE)
     weights = {name: tensor.detach().contiguous() for name, tensor in module.state_dict().items()}
     data = save(weights, metadata={"format": "pt"})
     text = json.dumps({**description, "sha256": hashlib.sha256(data).hexdigest()}, indent=1) + "\n"
@@ -157,10 +167,12 @@ def load_positional(model: PreTrainedModel, folder: str | Path) -> PreTrainedMod
     folder: written by `save_positional`, or by `save_pretrained` (also by Trainer) of a model with
         a method, whose weights contain the method's.
 
-    Raises ValueError if the folder has no method, or one that does not fit; see `use_positional`.
+    Warns if the token embedding is not that of the model that was saved: its parameters were then
+    trained with other weights. Raises ValueError if the folder has no method, or one that does not
+    fit; see `use_positional`.
     """
     folder = Path(folder)
-    description, weights = _read(folder)
+    description, weights = _read(folder, model)
     use_positional(
         model,
         description["method"],
@@ -181,11 +193,49 @@ def load_positional(model: PreTrainedModel, folder: str | Path) -> PreTrainedMod
     except RuntimeError as error:
         use_positional(model, None)
         raise ValueError(f"{folder}: {error}") from error
+    if _differ(description.get("embedding"), _sample(_embedding_of(model))):
+        saved = description.get("base_model") or "another model"
+        warnings.warn(
+            f"{folder}: the method was saved with the weights of {saved}, which are not those of "
+            "the model that it is added to, so its parameters do not fit; load the model that was "
+            "trained with the method",
+            stacklevel=2,
+        )
     return model
 
 
-def _read(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """The description and the weights of the method in a folder."""
+def _embedding_of(model: PreTrainedModel) -> Tensor:
+    embedding = model.get_input_embeddings().weight
+    assert isinstance(embedding, Tensor)
+    return embedding
+
+
+def _sample(embedding: Tensor) -> list[float] | None:
+    """Two values in each of the rows 1, 2, 4, 8 ... of a token embedding `[tokens, hidden]`. None
+    if they are elsewhere: offloaded, or split over ranks.
+    """
+    embedding = embedding.detach()
+    if type(embedding) is not Tensor or embedding.is_meta or embedding.dim() != 2:
+        return None
+    values: list[float] = []
+    row = 1
+    while row < len(embedding):
+        values += embedding[row, :2].float().tolist()
+        row *= 2
+    return values
+
+
+def _differ(saved: list[float] | None, found: list[float] | None) -> bool:
+    """Whether two samples are of other models. New tokens at the end make no difference."""
+    if not saved or not found:
+        return False
+    pairs = list(zip(saved, found, strict=False))
+    largest = max(abs(value) for value, _ in pairs)
+    return any(abs(one - other) > SAME_EMBEDDING * largest for one, other in pairs)
+
+
+def _read(folder: Path, model: PreTrainedModel) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """The description and the weights of the method in a folder, for this model."""
     config = folder / "config.json"
     description = None
     if config.is_file():
@@ -203,6 +253,14 @@ def _read(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
         raise ValueError(
             f"{folder}: has neither {DESCRIPTION} nor a model that was saved with a method"
         )
+    _check_keys(description, f"{config}: {MODULE}", IN_CONFIG)
+    # The embedding may have several names.
+    embedding = _embedding_of(model)
+    names = []
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if parameter is embedding:
+            names.append(name)
+
     # The files that from_pretrained reads; earlier ones may lie next to them.
     files = [folder / "model.safetensors"]
     if not files[0].exists():
@@ -214,6 +272,8 @@ def _read(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
             for name in file.keys():  # noqa: SIM118
                 if name.startswith(f"{MODULE}."):
                     weights[name.removeprefix(f"{MODULE}.")] = file.get_tensor(name)
+                if name in names:
+                    description["embedding"] = _sample(file.get_tensor(name))
     return description, weights
 
 
@@ -223,10 +283,7 @@ def _read_adapter(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
         description = json.loads((folder / DESCRIPTION).read_text())
     except ValueError as error:
         raise ValueError(f"{folder / DESCRIPTION}: is damaged ({error})") from error
-    if not isinstance(description, dict) or not description.keys() >= DESCRIBED:
-        raise ValueError(
-            f"{folder / DESCRIPTION}: must have the keys {', '.join(sorted(DESCRIBED))}"
-        )
+    _check_keys(description, str(folder / DESCRIPTION), IN_DESCRIPTION)
     data = (folder / WEIGHTS).read_bytes()
     if hashlib.sha256(data).hexdigest() != description["sha256"]:
         raise ValueError(
@@ -234,6 +291,13 @@ def _read_adapter(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
             "the method again"
         )
     return description, load(data)
+
+
+def _check_keys(description: Any, place: str, further: set[str]) -> None:
+    """Raises ValueError unless `description` has exactly the keys of a method and `further`."""
+    keys = DESCRIBED | further
+    if not isinstance(description, dict) or description.keys() != keys:
+        raise ValueError(f"{place}: must have exactly the keys {', '.join(sorted(keys))}")
 
 
 def _build(
@@ -274,9 +338,8 @@ def _build(
             f"{type(methods[0]).__name__} has no meaning for keys after the query, which this "
             "model's attention sees; use another method, or name causal layers"
         )
-    embedding = model.get_input_embeddings().weight
-    assert isinstance(embedding, Tensor)
-    return [Attention(each.to(embedding.device)) for each in methods]
+    device = _embedding_of(model).device
+    return [Attention(each.to(device)) for each in methods]
 
 
 def _attach(model: PreTrainedModel, state: _State) -> None:

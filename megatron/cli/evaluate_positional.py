@@ -2,6 +2,7 @@
 
 import argparse
 import hashlib
+import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import chain
@@ -66,7 +67,8 @@ def evaluate_positional(description: str, argv: Sequence[str]) -> None:
     sizes = model.config.get_text_config()
     tasks, fingerprints = [], []
     for index, adapter in enumerate(options.positional):
-        _add_method(model, folder, adapter)
+        for warning in _add_method(model, folder, adapter):
+            print(f"note: {warning}", flush=True)
         method = as_decoder(model).pos_emb or model.config.model_type
         if options.label:
             method += f" ({options.label[index]})"
@@ -161,23 +163,26 @@ def _load_model(folder: Path, options: argparse.Namespace) -> Any:
     return model.to(device).eval()
 
 
-def _add_method(model: Any, folder: Path, adapter: str) -> None:
-    """Add the method in the folder `adapter` to the model, in place of another one. Raises
-    UserError.
+def _add_method(model: Any, folder: Path, adapter: str) -> list[str]:
+    """Add the method in the folder `adapter` to the model, in place of another one, and return the
+    warnings of this. Raises UserError.
     """
     use_positional(model, None)
     if adapter == NONE:
-        return
+        return []
     if (Path(adapter) / "config.json").exists() and Path(adapter).resolve() != folder.resolve():
         raise UserError(
             f"{OPTION} {adapter}: is a complete model, with weights of its own; name it with "
             "--checkpoint too"
         )
     try:
-        load_positional(model, adapter)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always", UserWarning)
+            load_positional(model, adapter)
     except (OSError, ValueError, NotImplementedError) as error:
         raise UserError(f"{OPTION} {adapter}: {error}") from error
     check_finite(model, adapter)
+    return [str(each.message) for each in caught]
 
 
 def _fingerprint(folder: Path, adapter: str) -> str:

@@ -3,7 +3,7 @@ that have no effect in this project, because they are unsupported or ignored. ne
 the latter.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,8 +11,9 @@ from typing import Any
 import yaml
 
 from kerple.positional.wrappers import PerLayer, Randomized
-from megatron.config.schema import Sections
-from megatron.utils.errors import UserError
+from megatron.config.schema import FIELDS, Sections, canonical_path
+from megatron.config.schema.base import ConfigSection
+from megatron.utils.errors import UserError, shortened
 
 
 def check_vocabulary(config: Sections, tokenizer_vocab_size: int) -> None:
@@ -38,11 +39,170 @@ def warnings_for(config: Sections) -> Iterator[str]:
     """One message for each key whose meaning in GPT-NeoX differs or is easily mistaken."""
     for _, section in config:
         yield from section.warnings()
+    yield from _keys_without_effect(config)
     if config.optimizer.use_bnb_optimizer and config.model.pos_emb == "learned":
         yield (
             "use_bnb_optimizer with pos_emb learned: the position embeddings have no layer norm, "
             "unlike those of GPT-NeoX with this key (bitsandbytes' StableEmbedding)"
         )
+
+
+@dataclass(frozen=True)
+class _Dependent:
+    """Keys that act only where `acts` is true. `otherwise` is the cause where it is false: a
+    format string of the sections.
+    """
+
+    keys: tuple[str, ...]
+    acts: Callable[[Sections], bool]
+    otherwise: str
+
+
+def _is_decided(section: ConfigSection, switch: str) -> bool:
+    """True if a switch is on, or was turned off in the configuration: then the keys beside it stay
+    there on purpose, as in `fp16: {enabled: false, loss_scale_window: 500}`.
+    """
+    return bool(getattr(section, switch)) or switch in section.model_fields_set
+
+
+def _draws_normal(config: Sections) -> bool:
+    methods = (config.model.init_method, config.model.output_layer_init_method)
+    return any(method.endswith("normal") and "xavier" not in method for method in methods)
+
+
+def _has_positional_parameters(config: Sections) -> bool:
+    return any(list(method.parameters()) for method in config.model.build_on_meta())
+
+
+# Keys that need another key. Those of positional methods are in schema/model.py, and those that
+# contradict each other are errors. A key that only asks for what is done anyway is not listed
+# (use_bias_in_norms: false with rmsnorm), nor one that an option of a script may need.
+_DEPENDENT = (
+    # Model.
+    _Dependent(
+        ("layernorm_epsilon",), lambda c: c.model.norm == "layernorm", "with norm {model.norm}"
+    ),
+    _Dependent(
+        ("rms_norm_epsilon",), lambda c: c.model.norm == "rmsnorm", "with norm {model.norm}"
+    ),
+    _Dependent(
+        ("bias_gelu_fusion",),
+        lambda c: c.model.activation == "gelu",
+        "with activation {model.activation}",
+    ),
+    _Dependent(
+        ("init_method_std",),
+        _draws_normal,
+        "with init_method {model.init_method} and output_layer_init_method "
+        "{model.output_layer_init_method}",
+    ),
+    # Optimizer, schedule and precision.
+    _Dependent(
+        ("positional_lr_factor",),
+        _has_positional_parameters,
+        "with pos_emb {model.pos_emb}, which has no parameters",
+    ),
+    _Dependent(
+        ("min_lr", "decay_lr_to"),
+        lambda c: c.schedule.lr_decay_style != "constant",
+        "with lr_decay_style {schedule.lr_decay_style}",
+    ),
+    _Dependent(
+        ("fp16.type",),
+        lambda c: _is_decided(c.precision, "fp16_enabled"),
+        "without fp16.enabled",
+    ),
+    _Dependent(
+        (
+            "fp16.loss_scale",
+            "fp16.loss_scale_window",
+            "fp16.initial_scale_power",
+            "fp16.hysteresis",
+            "fp16.min_loss_scale",
+        ),
+        lambda c: (
+            c.precision.dtype == "fp16"
+            or (not c.precision.fp16_enabled and _is_decided(c.precision, "fp16_enabled"))
+        ),
+        "in the data type {precision.dtype}",
+    ),
+    _Dependent(
+        (
+            "fp16.loss_scale_window",
+            "fp16.initial_scale_power",
+            "fp16.hysteresis",
+            "fp16.min_loss_scale",
+        ),
+        lambda c: c.precision.loss_scale == 0 or c.precision.dtype != "fp16",
+        "with fp16.loss_scale {precision.loss_scale:g}, which is constant",
+    ),
+    # Data and tokenizer.
+    _Dependent(
+        ("weighted_sampler_alpha",),
+        lambda c: c.data.weight_by_num_documents,
+        "without weight_by_num_documents",
+    ),
+    _Dependent(
+        ("vocab_file",),
+        lambda c: c.tokenizer.tokenizer_type != "CharLevelTokenizer",
+        "with tokenizer_type {tokenizer.tokenizer_type}",
+    ),
+    _Dependent(
+        ("merge_file",),
+        lambda c: c.tokenizer.tokenizer_type == "GPT2BPETokenizer",
+        "with tokenizer_type {tokenizer.tokenizer_type}",
+    ),
+    # Training.
+    _Dependent(
+        ("pipe_partition_method",),
+        lambda c: c.parallel.pipe_parallel_size > 1,
+        "with pipe_parallel_size {parallel.pipe_parallel_size}",
+    ),
+    _Dependent(
+        ("checkpoint_num_layers",),
+        lambda c: c.training.checkpoint_activations,
+        "without checkpoint_activations",
+    ),
+    _Dependent(
+        ("seq_length_val",),
+        lambda c: c.training.eval_iters > 0,
+        "with eval_iters {training.eval_iters}",
+    ),
+    _Dependent(
+        tuple(".".join(path) for path in FIELDS if path[0] == "curriculum_learning"),
+        lambda c: _is_decided(c.curriculum, "enabled"),
+        "without curriculum_learning.enabled",
+    ),
+    # Logs and the launcher.
+    _Dependent(
+        ("wandb_project", "wandb_group", "wandb_team", "wandb_run_name", "wandb_host"),
+        lambda c: _is_decided(c.logging, "use_wandb"),
+        "without use_wandb",
+    ),
+    _Dependent(
+        ("profile_step_start", "profile_step_stop"),
+        lambda c: _is_decided(c.logging, "profile"),
+        "without profile",
+    ),
+    _Dependent(
+        ("comment", "account"),
+        lambda c: c.launcher.launcher == "slurm",
+        "with launcher {launcher.launcher}",
+    ),
+)
+
+
+def _keys_without_effect(config: Sections) -> Iterator[str]:
+    """One message for each key that differs from its default, but needs another key to act."""
+    for rule in _DEPENDENT:
+        for key in rule.keys:
+            name, field = FIELDS[canonical_path(key)]
+            section = getattr(config, name)
+            value = getattr(section, field)
+            is_default = value == type(section).model_fields[field].default
+            if not is_default and not rule.acts(config):
+                cause = rule.otherwise.format(**dict(config))
+                yield f"{key} {shortened(str(value))} has no effect {cause}"
 
 
 def _tensor_parallelism(config: Sections) -> Iterator[str]:

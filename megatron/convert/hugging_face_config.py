@@ -2,6 +2,7 @@
 once.
 """
 
+import difflib
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,6 +13,8 @@ from megatron.checkpoint.storage import CheckpointError
 from megatron.config import Config
 from megatron.config.schema.model import ModelConfig
 from megatron.convert import llama
+from megatron.convert.tokenizer_files import TOKENIZER_IDS
+from megatron.utils.errors import shortened
 from megatron.utils.typed_json import error_text
 
 # Ours -> config.json, with the same value. padded_vocab_size is the number of rows of the
@@ -122,6 +125,17 @@ class HuggingFaceConfig(BaseModel):
 
 KNOWN_KEYS = frozenset(HuggingFaceConfig.model_fields) | llama.KNOWN_KEYS
 
+# All keys of a self-contained model: those of configuration_kerple.py, and those of the export.
+SELF_CONTAINED_KEYS = frozenset((*SAME_VALUE.values(), *BLOCK_SETTINGS.values()))
+SELF_CONTAINED_KEYS |= {"model_type", "hidden_act", "layer_norm_eps", "tie_word_embeddings"}
+SELF_CONTAINED_KEYS |= {"use_cache", "training_length", "inference_mode", TOKENIZER_IDS}
+SELF_CONTAINED_KEYS |= {"positional_method", "positional_options"}
+# Keys that transformers and libraries around it add, besides those of their own configurations.
+ADDED_KEYS = frozenset(("auto_map", "torch_dtype", "quantization_config", "tokenizer_class"))
+ADDED_KEYS |= {"kerple_positional", "num_labels", "is_decoder", "add_cross_attention"}
+# From this similarity on (of difflib), a key is a misspelling of one that is not in the file.
+_MISSPELLED = 0.88
+
 
 def stock_type(config: Config) -> str | None:
     """The model_type of transformers' own model that can represent this one: gpt_neox, or a family
@@ -231,6 +245,7 @@ def config_from(theirs: Mapping[str, Any], source: str) -> dict[str, Any]:
             f"{source}: model_type {model_type!r} is not supported; gpt_neox (GPT-NeoX, Pythia), "
             f"{', '.join(llama.ARCHITECTURES)} and this project's kerple are"
         )
+    _check_names(theirs, source)
     try:
         given = HuggingFaceConfig.model_validate(theirs)
     except ValidationError as error:
@@ -282,6 +297,28 @@ def config_from(theirs: Mapping[str, Any], source: str) -> dict[str, Any]:
         "no_weight_tying": not theirs["tie_word_embeddings"],
         **own,
     }
+
+
+def _check_names(theirs: Mapping[str, Any], source: str) -> None:
+    """Raises CheckpointError for an unknown key of a self-contained model, and for one of another
+    model that is nearly the name of a key that is missing: its default would be used instead.
+    """
+    known, similarity = set(KNOWN_KEYS), _MISSPELLED
+    accepted = known
+    if theirs["model_type"] == "kerple":
+        from transformers import GenerationConfig, PretrainedConfig
+
+        known, similarity = set(SELF_CONTAINED_KEYS), 0.0
+        accepted = known | ADDED_KEYS
+        accepted.update(PretrainedConfig().to_dict(), GenerationConfig().to_dict())
+    missing = sorted(known - theirs.keys()) or sorted(known)
+    for name in theirs:
+        nearest = difflib.get_close_matches(name, missing, n=1, cutoff=similarity)
+        if nearest and name not in accepted and not name.startswith("_"):
+            raise CheckpointError(
+                f"{source}: {shortened(name)} is not a known key; nearest: {nearest[0]}; rename "
+                "it, or remove it"
+            )
 
 
 def _block_keys(theirs: Mapping[str, Any], gated: bool) -> dict[str, Any]:
@@ -344,20 +381,21 @@ def _rotary_keys(
 
     # The scaling and its options.
     rope_type = rope.get("rope_type", rope.get("type", "default"))
-    if rope_type == "default":
-        return keys
-    if not isinstance(rope_type, str) or rope_type not in SCALINGS:
+    scalings = {"default": (), **SCALINGS}
+    if not isinstance(rope_type, str) or rope_type not in scalings:
         raise CheckpointError(
             f"{source}: rope_type {rope_type!r} is not supported; default, {', '.join(SCALINGS)} "
             "are"
         )
-    scaling_names = {option: RENAMED.get(option, option) for option in SCALINGS[rope_type]}
+    scaling_names = {option: RENAMED.get(option, option) for option in scalings[rope_type]}
     known = {"rope_type", "type", *scaling_names.values(), *(name for name, _, _ in names.values())}
     for name, value in rope.items():
         if name not in known and value is not None:
             raise CheckpointError(
                 f"{source}: {name} {value!r} of rope_type {rope_type!r} is not supported"
             )
+    if rope_type == "default":
+        return keys
     options = {"scaling": rope_type}
     for ours, name in scaling_names.items():
         if rope.get(name) is not None:

@@ -33,6 +33,7 @@ from megatron.launcher.resources import (
 from megatron.launcher.script_arguments import print_notices
 from megatron.utils.command_line import extract_overrides
 from megatron.utils.errors import UserError
+from megatron.utils.progress import fitted
 
 USAGE = """usage: python deepy.py SCRIPT.py [-d DIR] a.yml b.yml ... [--set key=value ...]
                        [options of the script]
@@ -177,7 +178,7 @@ def main(
             find_files(prefix)
     if arguments.dry_run:
         try_script(program, config)
-    print(f"deepy: {resources.describe()}", flush=True)
+    print(fitted(f"deepy: {resources.describe()}"), flush=True)
     if on_other_hosts:
         return _run_on_other_hosts(config, resources, arguments, prefixes)
 
@@ -244,12 +245,12 @@ def _run_on_other_hosts(
         command = rank_command(config, arguments.program, arguments.script_options)
         variables, names = split_secrets(variables)
         if names:
-            print(
+            line = (
                 "deepy: not passed to other hosts, because pdsh would show them in the list of "
                 f"processes: {', '.join(names)}; set them on the hosts themselves "
-                "(docs/clusters.md)",
-                flush=True,
+                "(docs/clusters.md)"
             )
+            print(fitted(line), flush=True)
         nodes = make_nodes(resources, address, port)
         if not arguments.dry_run:
             return run_pdsh(nodes, command, variables, os.environ)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from megatron.config import Config
 from megatron.utils.errors import UserError
+from megatron.utils.progress import fitted
 
 # DeepSpeed and GPT-NeoX read this hostfile if none is given, or the one that DLTS_HOSTFILE names.
 DEFAULT_HOSTFILE = "/job/hostfile"
@@ -70,10 +71,10 @@ def find_resources(config: Config) -> Resources:
     elif launcher.launcher != "pdsh":
         needed_by = f"launcher {launcher.launcher}"
     if hostfile == MOCK_HOSTFILE and needed_by is None and not Path(hostfile).exists():
-        print(
-            f"deepy: hostfile {hostfile} does not exist; using only this machine, as GPT-NeoX does",
-            flush=True,
+        line = (
+            f"deepy: hostfile {hostfile} does not exist; using only this machine, as GPT-NeoX does"
         )
+        print(fitted(line), flush=True)
         hostfile = None
 
     # Its hosts, or this machine.

@@ -23,6 +23,7 @@ from megatron.utils.command_line import (
     path_option,
 )
 from megatron.utils.errors import UserError
+from megatron.utils.progress import fitted
 
 MERGED_CONFIG_OPTION = "--neox-config"
 
@@ -124,7 +125,7 @@ def reject_config_options(options: argparse.Namespace) -> None:
 def print_notices(config: Config) -> None:
     """Print which keys of the configuration are ignored or overridden."""
     for notice in config.notices:
-        print(f"note: {notice}", flush=True)
+        print(fitted(f"note: {notice}"), flush=True)
 
 
 def decode_config(word: str) -> Config:

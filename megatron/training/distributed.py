@@ -16,6 +16,7 @@ from megatron.config import Config, UserError
 from megatron.model.settings import Layout
 from megatron.utils.environment import use_gpus
 from megatron.utils.errors import first_line
+from megatron.utils.progress import fitted
 
 
 def initialize(config: Config) -> Layout:
@@ -54,10 +55,10 @@ def initialize(config: Config) -> Layout:
     elif backend == "nccl":
         backend = "gloo"
         if config.parallel.distributed_backend and int(os.environ.get("RANK", "0")) == 0:
-            print(
-                "distributed-backend: nccl requires a GPU, but this run is on the CPU; using gloo",
-                flush=True,
+            line = (
+                "distributed-backend: nccl requires a GPU, but this run is on the CPU; using gloo"
             )
+            print(fitted(line), flush=True)
 
     # Without a launcher, this process is a group of its own.
     if not dist.is_initialized():

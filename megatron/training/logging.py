@@ -26,7 +26,7 @@ from megatron.reporting.training_log import last_metrics
 from megatron.training.flops import peak_flops
 from megatron.utils.errors import first_line, import_package
 from megatron.utils.files import METRICS
-from megatron.utils.progress import readable_time
+from megatron.utils.progress import fitted, readable_time
 from megatron.utils.secrets import without_secrets
 
 if TYPE_CHECKING:
@@ -35,7 +35,6 @@ if TYPE_CHECKING:
 # A step whose gradients are not finite is skipped. In fp16 that is normal while it lowers the loss
 # scale. More consecutive skipped steps than this, without a change of the loss scale, are an error.
 MAX_CONSECUTIVE_SKIPS = 32
-COLUMNS = 80  # of the console
 _ADVICE = (
     "Lower the learning rate, clip gradients (gradient_clipping), or use a dtype with a larger "
     "range"
@@ -150,12 +149,10 @@ class Logger:
             ) from error
 
     def info(self, text: str) -> None:
-        """Write a line. On the console, one that is too long continues in the next line, after one
-        of its ` | `.
-        """
+        """Write a line, on the console in several lines if it is long."""
         if not self._is_main:
             return
-        _print(_fitted(text))
+        _print(fitted(text))
         if self._text is not None:
             self._write(self._text, f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
 
@@ -191,20 +188,6 @@ class Logger:
             self._tensorboard.close()
         if self._wandb is not None:
             self._wandb.finish()
-
-
-def _fitted(text: str) -> str:
-    """The parts of a line that ` | ` separates, in lines of at most `COLUMNS` characters."""
-    lines = [""]
-    for part in text.split(" | "):
-        longer = f"{lines[-1]} | {part}"
-        if not lines[-1]:
-            lines[-1] = part
-        elif len(longer) > COLUMNS:
-            lines.append(f"  {part}")
-        else:
-            lines[-1] = longer
-    return "\n".join(lines)
 
 
 def _print(text: str) -> None:

@@ -1,11 +1,15 @@
-"""Progress of long tasks: a line that changes in a terminal, periodic lines in a log."""
+"""Progress of long tasks: a line that changes in a terminal, periodic lines in a log, and the form
+of texts and numbers in them.
+"""
 
+import re
 import time
 
 from rich.console import Console
 from rich.control import Control
 from rich.segment import ControlType
 
+COLUMNS = 80  # of the console
 _REFRESH_INTERVAL = 0.1  # seconds between two updates of the line in a terminal
 _ERASE_LINE = Control((ControlType.ERASE_IN_LINE, 2))
 
@@ -107,6 +111,33 @@ class Progress:
             elapsed, missing = time.monotonic() - self._started_at, self._total - self._completed
             parts.append(f"{readable_time(elapsed * max(missing, 0.0) / done)} left")
         return ", ".join(filter(None, parts))
+
+
+def fitted(text: str) -> str:
+    """The text in lines of at most `COLUMNS` characters, which break at ` | `, and where a part is
+    too long by itself, between words. A word that is too long, such as a path, stays where it is.
+    """
+    lines = [""]
+    for part in text.split(" | "):
+        longer = f"{lines[-1]} | {part}"
+        if not lines[-1]:
+            lines[-1] = part
+        elif len(longer) > COLUMNS:
+            lines.append(f"  {part}")
+        else:
+            lines[-1] = longer
+
+    short: list[str] = []
+    for line in lines:
+        first, *words = re.split(r"(?<=\S) ", line)
+        short.append(first)
+        for word in words:
+            fits = len(short[-1]) + 1 + len(word) <= COLUMNS
+            if fits or len(word) + 2 > COLUMNS:
+                short[-1] += f" {word}"
+            else:
+                short.append(f"  {word}")
+    return "\n".join(short)
 
 
 def readable_size(size: float) -> str:

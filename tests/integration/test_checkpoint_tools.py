@@ -34,7 +34,7 @@ from tests.support.conversion import LONG, greedy, make_model, quiet, random_tok
 from tests.support.errors import assert_rejected
 from tests.support.families import family_model
 from tests.support.release import checkpoints
-from tests.support.runs import ROOT, environment, trained
+from tests.support.runs import ROOT, environment, trained, unwrapped
 from tests.support.texts import KINDS, PYTHON
 from tools.datasets import preprocess_data
 
@@ -191,7 +191,7 @@ def test_training_with_another_method(pythia, tmp_path, capsys):
     capsys.readouterr()
     config = load_config([f"{ours}/global_step0/configs/config.yml"], overrides=overrides)
     assert train(config).tokens == 2 * (8 + 32 + 32)
-    log = capsys.readouterr().out
+    log = unwrapped(capsys.readouterr().out)
     assert "the checkpoint's positional parameters are not used; those of kerple_log are new" in log
     assert "curriculum_learning: length 32 from iteration 2" in log
 

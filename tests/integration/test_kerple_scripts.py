@@ -13,6 +13,7 @@ from megatron.launcher.main import parse_command_line
 from megatron.preparation.prepare import PrepareOptions, prepare
 from tests.support.commands import commands_of, make_checkout, run_here
 from tests.support.corpora import json_lines
+from tests.support.runs import unwrapped
 from tests.support.texts import PYTHON
 
 METHODS = ("kerple_power_ap_", "kerple_log")
@@ -155,7 +156,7 @@ def test_training_and_evaluation(folder, monkeypatch, capsys):
     losses = []
     for line, length in ((short, 16), (long, 64)):
         run_here(line, folder, monkeypatch)
-        output = capsys.readouterr().out
+        output = unwrapped(capsys.readouterr().out)
         assert "iteration 4, 16 samples read" in output
         losses += re.findall(
             rf"validation at iteration 4 \| length {length} \| lm loss (\d+\.\d+)", output

@@ -18,7 +18,7 @@ from megatron.training.loop import train
 from tests.support.attention import LargestStorage
 from tests.support.release import METHODS, checkpoints
 from tests.support.released_runs import released_settings, write_release_corpus, write_tokenizer
-from tests.support.runs import metrics, weights
+from tests.support.runs import metrics, unwrapped, weights
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +80,7 @@ def in_file_order(method, model):
 def test_the_optimizer_state_of_the_release_is_used(method, corpus, tmp_path, capsys):
     settings = released_settings(tmp_path, corpus, method, train_iters=306)
     train(Config.from_flat(settings))
-    output = capsys.readouterr().out
+    output = unwrapped(capsys.readouterr().out)
     assert "iteration 300, 1200 samples read" in output
     assert "formulas: lr-schedule neox-2022" in output
     assert "iteration and optimizer state" in output
@@ -91,7 +91,7 @@ def test_the_optimizer_state_of_the_release_is_used(method, corpus, tmp_path, ca
 def test_no_load_optim_resets_the_optimizer(corpus, tmp_path, capsys):
     train(Config.from_flat(released_settings(tmp_path / "loaded", corpus)))
     train(Config.from_flat(released_settings(tmp_path / "fresh", corpus, no_load_optim=True)))
-    assert "starts from scratch (no-load-optim)" in capsys.readouterr().out
+    assert "starts from scratch (no-load-optim)" in unwrapped(capsys.readouterr().out)
     loaded, fresh = metrics(tmp_path / "loaded"), metrics(tmp_path / "fresh")
     assert loaded[301] == fresh[301]
     assert abs(loaded[302] - fresh[302]) > 5e-3
@@ -104,7 +104,7 @@ def test_a_checkpoint_without_optimizer_state(corpus, tmp_path, capsys):
         "train_iters": 303,
     }
     train(Config.from_flat(released_settings(tmp_path, corpus, **keys)))
-    output = capsys.readouterr().out
+    output = unwrapped(capsys.readouterr().out)
     assert "starts from scratch (the checkpoint has no optimizer state)" in output
     assert list(metrics(tmp_path)) == [301, 302, 303]
 
@@ -112,9 +112,11 @@ def test_a_checkpoint_without_optimizer_state(corpus, tmp_path, capsys):
 def test_an_imported_archive_resumes(corpus, tmp_path, capsys):
     archive = shutil.make_archive(str(tmp_path / "release"), "zip", checkpoints("kerple_log"))
     import_release.main([archive, "-o", str(tmp_path / "imported"), "--json"])
-    load = json.loads(capsys.readouterr().out)["load"]
+    load = json.loads(unwrapped(capsys.readouterr().out))["load"]
     train(Config.from_flat(released_settings(tmp_path, corpus, load=load, train_iters=302)))
-    assert "global_step300: not saved by this project; loaded weights" in capsys.readouterr().out
+    assert "global_step300: not saved by this project; loaded weights" in unwrapped(
+        capsys.readouterr().out
+    )
     assert list(metrics(tmp_path)) == [301, 302]
 
 

@@ -12,7 +12,7 @@ from megatron.checkpoint.storage import CheckpointError
 from megatron.data.datasets import CorpusPart
 from megatron.training.distributed import DistributedSignalHandler
 from tests.support.errors import assert_rejected
-from tests.support.runs import copy_checkpoint, metrics, trained, weights
+from tests.support.runs import copy_checkpoint, metrics, trained, unwrapped, weights
 
 
 def assert_same_end(resumed, uninterrupted):
@@ -151,7 +151,7 @@ def test_checkpoints_that_an_earlier_part_of_the_run_requested_are_not_deleted(
     capsys.readouterr()
     trained(tmp_path, data_path, **common, train_iters=5)
     assert saved_iterations(tmp_path / "checkpoints") == [2, 5]
-    lines = capsys.readouterr().out.splitlines()
+    lines = unwrapped(capsys.readouterr().out).splitlines()
     deleted = [line for line in lines if line.startswith("deleted")]
     assert [line.partition("global_step")[2].split()[0] for line in deleted] == ["3", "4"]
 
@@ -163,7 +163,7 @@ def test_a_checkpoint_whose_configuration_cannot_be_read_is_kept_alone(tmp_path,
     path.write_text('{"no-such-key": 1}')
     trained(tmp_path, data_path, **common, train_iters=5)
     assert saved_iterations(tmp_path / "checkpoints") == [1, 4, 5]
-    assert "global_step1 is not deleted" in capsys.readouterr().out
+    assert "global_step1 is not deleted" in unwrapped(capsys.readouterr().out)
 
 
 def rebuilt(data_path, prefix):
@@ -183,7 +183,7 @@ def test_data_that_changed_since_the_checkpoint(tmp_path, data_path, capsys):
     trained(tmp_path, own, **keys, train_iters=1)
     rebuilt(own, other)
     trained(tmp_path, other, **keys, train_iters=2)
-    assert f"notice: the run continues with {other}" in capsys.readouterr().out
+    assert f"notice: the run continues with {other}" in unwrapped(capsys.readouterr().out)
     rebuilt(data_path, other)
     spelled = f"{tmp_path}/./other"
     for path in (other, spelled):
@@ -209,7 +209,7 @@ def test_a_branch_of_a_run_replaces_its_later_checkpoints(
     trained(tmp_path, data_path, eval_iters=0, iteration=3, **keys)
     notice = [
         line
-        for line in capsys.readouterr().out.splitlines()
+        for line in unwrapped(capsys.readouterr().out).splitlines()
         if "notice" in line and "replaces" in line
     ]
     assert len(notice) == 1
@@ -237,7 +237,7 @@ def test_the_same_command_resumes_a_branch(keys, finished_run, tmp_path, data_pa
 def test_a_finished_run_is_not_trained_again(finished_run, tmp_path, data_path, capsys):
     before = weights(tmp_path, 6)
     trained(tmp_path, data_path)
-    output = capsys.readouterr().out
+    output = unwrapped(capsys.readouterr().out)
     assert "iteration 6" in output
     assert (
         output.count("batch: 8 sequences = 1 data-parallel rank x 8 x 1 accumulation step\n") == 1
@@ -283,9 +283,9 @@ def test_the_same_command_resumes_finetuning(folder, tmp_path, data_path, capsys
         "eval_iters": 0,
     }
     trained(tmp_path / folder, data_path, **keys, train_iters=2)
-    assert "finetune: weights from" in capsys.readouterr().out
+    assert "finetune: weights from" in unwrapped(capsys.readouterr().out)
     trained(tmp_path / folder, data_path, **keys, train_iters=4)
-    output = capsys.readouterr().out
+    output = unwrapped(capsys.readouterr().out)
     assert output.count("already contains checkpoints of this run, which resumes from them") == 1
     assert "global_step2: iteration 2, 16 samples read" in output
     assert "finetune: weights from" not in output
@@ -332,7 +332,7 @@ def test_finetuning_does_not_resume_another_run(tmp_path, data_path, monkeypatch
     )
     (tmp_path / "first/checkpoints/latest").write_text("global_step5")
     trained(tmp_path / "first", data_path, **keys)
-    assert "finetune: weights from" in capsys.readouterr().out
+    assert "finetune: weights from" in unwrapped(capsys.readouterr().out)
     assert saved_iterations(tmp_path / "first/checkpoints") == [1, 5]
 
 
@@ -351,7 +351,7 @@ def test_the_same_command_resumes_from_save(keys, default_run, tmp_path, data_pa
     trained(tmp_path / "resumed", data_path, **keys, exit_interval=5)
     capsys.readouterr()
     trained(tmp_path / "resumed", data_path, **keys)
-    output = capsys.readouterr().out
+    output = unwrapped(capsys.readouterr().out)
     assert output.count("already contains checkpoints of this run, which resumes from them") == 1
     assert "global_step5: iteration 5, 40 samples read" in output
     assert metrics(tmp_path / "resumed") == metrics(tmp_path / "whole")
@@ -393,9 +393,11 @@ def test_iteration_selects_the_checkpoint(finished_run, tmp_path, data_path):
 
 def test_a_changed_data_order_is_reported(finished_run, tmp_path, data_path, capsys):
     trained(tmp_path, data_path, train_iters=8)
-    assert "order of the training samples" not in capsys.readouterr().out
+    assert "order of the training samples" not in unwrapped(capsys.readouterr().out)
     trained(tmp_path, data_path, train_iters=9, split="7,2,1")
-    assert "order of the training samples differs from the checkpoint" in capsys.readouterr().out
+    assert "order of the training samples differs from the checkpoint" in unwrapped(
+        capsys.readouterr().out
+    )
 
 
 @pytest.mark.parametrize(
@@ -423,7 +425,7 @@ def test_finetuning_with_another_positional_method(before, after, tmp_path, data
     capsys.readouterr()
     load = str(tmp_path / "before/checkpoints")
     trained(tmp_path / "after", data_path, **new, load=load, finetune=True)
-    log = capsys.readouterr().out
+    log = unwrapped(capsys.readouterr().out)
     name = new["pos_emb"]
     assert (
         log.count(f"the checkpoint's positional parameters are not used; those of {name} are new")
@@ -442,4 +444,4 @@ def test_finetuning_with_another_positional_method(before, after, tmp_path, data
     # Resuming the new run is not finetuning: its own method is loaded.
     resumed = {**new, "train_iters": 2, "load": str(tmp_path / "after/checkpoints")}
     trained(tmp_path / "after", data_path, **resumed)
-    assert "the checkpoint's positional" not in capsys.readouterr().out
+    assert "the checkpoint's positional" not in unwrapped(capsys.readouterr().out)

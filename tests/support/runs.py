@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -84,13 +85,18 @@ def run(
     script: str = "train.py",
     status: int = 0,
 ) -> str:
-    """Run `start` to the end and return its output. Fails with the output if the exit status is not
-    `status`.
+    """Run `start` to the end and return its output, `unwrapped`. Fails with the output if the exit
+    status is not `status`.
     """
     process = start(folder, settings, *arguments, script=script)
     output, _ = process.communicate(timeout=240)
     assert process.returncode == status, output
-    return output
+    return unwrapped(output)
+
+
+def unwrapped(output: str) -> str:
+    """The output of a training run with its long lines in one."""
+    return re.sub(r"\n  (?=\S)", " ", output)
 
 
 def metrics(folder: Path, name: str = "train/loss") -> dict[int, float]:

@@ -114,8 +114,9 @@ class DataConfig(ConfigSection):
     def warnings(self) -> Iterator[str]:
         names = ("train_data_paths", "valid_data_paths", "test_data_paths")
         lists = [name for name in names if getattr(self, name)]
-        if self.data_path is not None and lists:
-            yield f"data_path has no effect, because {lists[0]} is set"
+        for key in ("data_path", "split"):
+            if getattr(self, key) != type(self).model_fields[key].default and lists:
+                yield f"{key} has no effect, because {lists[0]} is set"
 
 
 def split_shares(split: str) -> list[float]:

@@ -1,11 +1,12 @@
 """Adding a method to a model of transformers, saving and loading it."""
 
 import copy
+import json
 import pickle
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from kerple.positional import KerpleLog
 from kerple.transformers import load_positional, save_positional, use_positional
@@ -84,6 +85,49 @@ def test_a_model_that_was_saved_twice(tmp_path):
             assert torch.equal(outputs(loaded, inputs), outputs(model, inputs))
 
 
+def test_another_base_model(tmp_path, recwarn):
+    """Of the same shape: one warning, which names the folder and the model that was saved."""
+    model, other = family_model("llama"), family_model("llama")
+    with torch.no_grad():
+        other.model.embed_tokens.weight.copy_(torch.randn(99, 32) / 5)
+    model.save_pretrained(tmp_path / "base")
+    adapted = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    use_positional(adapted, "kerple_power")
+    save_positional(adapted, tmp_path / "adapter")
+    adapted.save_pretrained(tmp_path / "whole")
+    assert not recwarn.list
+    with pytest.warns(UserWarning, match="adapter: .*base"):
+        load_positional(other, tmp_path / "adapter")
+    with pytest.warns(UserWarning, match="whole: "):
+        load_positional(other, tmp_path / "whole")
+
+
+def test_the_base_model_in_another_form(tmp_path, recwarn):
+    """In bfloat16, with more tokens, as a part, with another head, or trained and saved too."""
+    model = family_model("llama")
+    use_positional(model, "alibi")
+    save_positional(model, tmp_path / "adapter")
+    plain = family_model("llama")
+    plain.save_pretrained(tmp_path / "base")
+    classifier = AutoModelForSequenceClassification.from_pretrained(tmp_path / "base")
+    longer = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    longer.resize_token_embeddings(200)
+    recwarn.clear()
+    for each in (plain.bfloat16(), family_model("llama").model, classifier, longer):
+        load_positional(each, tmp_path / "adapter")
+
+    # All weights were trained, and the model was saved before or after the method.
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(2)
+    save_positional(model, tmp_path / "trained")
+    model.save_pretrained(tmp_path / "model")
+    trained = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    load_positional(trained, tmp_path / "trained")
+    load_positional(trained, tmp_path / "model")
+    assert not [each for each in recwarn if str(tmp_path) in str(each.message)]
+
+
 def test_a_part_of_a_model(tmp_path):
     model = family_model("llama")
     expected = outputs(model, family_inputs(model))
@@ -118,6 +162,27 @@ def test_weights_that_do_not_fit(tmp_path):
     (tmp_path / "positional.json").write_bytes(description)
     with pytest.raises(ValueError, match=r"positional\.safetensors"):
         load_positional(model, tmp_path)
+
+
+def test_misspelled_keys_of_a_description(tmp_path):
+    model = family_model("llama")
+    use_positional(model, "rpe", num_buckets=8)
+    save_positional(model, tmp_path)
+    model.save_pretrained(tmp_path / "whole")
+    description = json.loads((tmp_path / "positional.json").read_text())
+    config = json.loads((tmp_path / "whole" / "config.json").read_text())
+    for changed in (
+        {**description, "layer": [0]},
+        {**description, "options": {"num_bucket": 8}},
+        {**description, "options": {"num_buckets": 9}},
+    ):
+        (tmp_path / "positional.json").write_text(json.dumps(changed))
+        with pytest.raises(ValueError, match=r"layer|num_bucket|size mismatch"):
+            load_positional(model, tmp_path)
+    config["kerple_positional"]["layer"] = config["kerple_positional"].pop("layers")
+    (tmp_path / "whole" / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=r"config\.json.*layers"):
+        load_positional(model, tmp_path / "whole")
 
 
 @pytest.mark.parametrize("content", ["", "[]", '{"method": "kerple_log"}'])

@@ -14,6 +14,7 @@ from megatron.checkpoint.storage import CheckpointError, load_file
 from megatron.config import Config
 from megatron.tokenizer.tokenizer import padded_vocab_size
 from tests.support.checkpoints import Exploit, settings_of, write_checkpoint
+from tests.support.runs import unwrapped
 
 FILES = [
     "layer_02-model_00-model_states.pt",
@@ -87,7 +88,9 @@ def test_a_checkpoint_without_a_configuration_is_compared_by_size_only(step, res
     shutil.rmtree(step / "configs")
     write_manifest_of_folder(step, 2)
     assert resume().iteration == 3
-    assert "only its sizes are compared with the configured model" in capsys.readouterr().out
+    assert "only its sizes are compared with the configured model" in unwrapped(
+        capsys.readouterr().out
+    )
 
 
 def test_another_model_of_the_same_sizes(step, resume):
@@ -117,7 +120,7 @@ def test_a_method_that_is_not_registered_here(method, message, step, resume, cap
     still = {"optimizer": {"type": "Adam", "params": {"lr": 0.0}}, "train_iters": 1}
     layer = "global_step1/layer_02-model_00-model_states.pt"
     resume(**still, finetune=True, save=str(tmp_path / "finetuned"))
-    assert "positional parameters are not used" in capsys.readouterr().out
+    assert "positional parameters are not used" in unwrapped(capsys.readouterr().out)
     resume(**still, load=None, save=str(tmp_path / "new"))
     finetuned, new = load_file(tmp_path / "finetuned" / layer), load_file(tmp_path / "new" / layer)
     for name, tensor in finetuned.items():
@@ -133,14 +136,16 @@ def test_the_state_of_another_optimizer(step, resume, capsys):
         with pytest.raises(CheckpointError, match=rf"optimizer\.type adam.*{name}"):
             resume(**keys)
     assert resume(**lion, no_load_optim=True).iteration == 3
-    assert "optimizer state not loaded: no-load-optim" in capsys.readouterr().out
+    assert "optimizer state not loaded: no-load-optim" in unwrapped(capsys.readouterr().out)
 
 
 def test_the_directory_without_checkpoint(resume, tmp_path, capsys):
     with pytest.raises(CheckpointError, match="no checkpoint to finetune from"):
         resume(finetune=True)
     assert resume(train_iters=1, save=None).iteration == 1
-    assert "contains no checkpoint; training starts from scratch" in capsys.readouterr().out
+    assert "contains no checkpoint; training starts from scratch" in unwrapped(
+        capsys.readouterr().out
+    )
 
 
 @pytest.mark.parametrize(

@@ -95,6 +95,17 @@ def test_a_model_whose_weights_are_missing(folder, tmp_path):
     assert_rejected(r"deeper.*layers\.2", evaluate, folder, checkpoint="deeper")
 
 
+def test_an_adapter_of_another_model(folder, capsys):
+    torch.manual_seed(5)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **SIZES))
+    use_positional(model, "sandwich")
+    save_positional(model, folder / "foreign")
+    evaluate(folder, "--replace", methods=["foreign", "alibi"])
+    notes = [line for line in capsys.readouterr().out.splitlines() if line.startswith("note: ")]
+    assert len(notes) == 1
+    assert "foreign" in notes[0]
+
+
 def test_an_adapter_that_is_not_finite(folder):
     model = AutoModelForCausalLM.from_pretrained(folder / "llama")
     use_positional(model, "kerple_log")

@@ -13,7 +13,7 @@ from megatron.config.checks import (
     UNSUPPORTED,
     unsupported_reason,
 )
-from megatron.config.schema import ALIASES, FIELDS, MAPPINGS
+from megatron.config.schema import ALIASES, FIELDS, MAPPINGS, SECTIONS
 from tests.support.errors import assert_rejected
 
 
@@ -253,6 +253,63 @@ def test_keys_without_effect_are_a_notice(flat):
     assert (config.notices, config.model.positional_options) == ((), {"base": 500})
 
 
+@pytest.mark.parametrize(
+    ("key", "value", "idle", "acting"),
+    [
+        ("layernorm_epsilon", 3e-6, {"norm": "rmsnorm"}, {"norm": "layernorm"}),
+        ("rms_norm_epsilon", 3e-6, {}, {"norm": "rmsnorm"}),
+        ("bias_gelu_fusion", True, {"activation": "relu"}, {}),
+        (
+            "init_method_std",
+            0.03,
+            {"init_method": "xavier_normal", "output_layer_init_method": "wang_init"},
+            {"init_method": "small_init"},
+        ),
+        ("positional_lr_factor", 0.3, {"pos-emb": "sandwich"}, {"pos-emb": "kerple_power"}),
+        ("min_lr", 1e-6, {"lr_decay_style": "constant"}, {"lr_decay_style": "exponential"}),
+        ("decay_lr_to", 0.2, {"lr_decay_style": "constant"}, {}),
+        ("fp16.type", "bf16", {"precision": "fp32"}, {"fp16.enabled": False}),
+        ("fp16.hysteresis", 5, {"precision": "bfloat16"}, {"precision": "fp16"}),
+        ("fp16.loss_scale", 8.0, {}, {"fp16.enabled": True}),
+        (
+            "fp16.loss_scale_window",
+            50,
+            {"fp16.enabled": True, "fp16.loss_scale": 64.0},
+            {"fp16.enabled": False, "bf16.enabled": True},
+        ),
+        ("weighted_sampler_alpha", 0.3, {}, {"weight_by_num_documents": True}),
+        ("split", "8,1,1", {"train_data_paths": ["a"]}, {"data_path": "a"}),
+        (
+            "merge_file",
+            "m.txt",
+            {"tokenizer_type": "SPMTokenizer"},
+            {"tokenizer_type": "GPT2BPETokenizer"},
+        ),
+        ("vocab_file", "v", {"tokenizer_type": "CharLevelTokenizer"}, {}),
+        ("pipe_partition_method", "uniform", {"pipe_parallel_size": 1}, {"pipe_parallel_size": 2}),
+        ("checkpoint_num_layers", 2, {}, {"checkpoint_activations": True}),
+        ("seq_length_val", 8, {"eval_iters": 0}, {"eval_iters": 3}),
+        ("curriculum_learning.min_difficulty", 8, {}, {"curriculum_learning.enabled": False}),
+        ("wandb_run_name", "long", {}, {"use_wandb": False}),
+        ("profile_step_start", 4, {}, {"profile": False}),
+        ("account", "project", {"launcher": "openmpi"}, {"launcher": "slurm"}),
+    ],
+)
+def test_keys_that_need_another_key(flat, key, value, idle, acting):
+    def notices(**keys) -> tuple[str, ...]:
+        if "weight_by_num_documents" in keys:
+            keys |= {"train_data_paths": ["a"], "valid_data_paths": ["b"]}
+        return Config.from_flat(flat).updated(**keys).notices
+
+    (notice,) = notices(**{key: value}, **idle)
+    assert notice.startswith(key)
+    assert not notices(**{key: value}, **acting)
+    # Nothing is said of a default, also if it is set.
+    section, name = FIELDS[tuple(key.split("."))]
+    default = SECTIONS[section].model_fields[name].default
+    assert not notices(**{key: default}, **idle)
+
+
 SIZES = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4}
 
 KEYS = [
@@ -283,7 +340,15 @@ def test_unsupported_keys():
         assert unsupported_reason(key, "anything", SIZES) is None
 
 
-OTHER = ("lora", "early-stopping", "torch_compile", "enable-cuda-graph", "async_save", "epochs")
+OTHER = (
+    "lora",
+    "prefix-tuning",
+    "early-stopping",
+    "torch_compile",
+    "enable-cuda-graph",
+    "async_save",
+    "epochs",
+)
 PATHS = ("save", "data-path", "train_data_paths", "hostfile", "vocab_file", "eval_include_path")
 
 

@@ -469,6 +469,33 @@ def test_exported_models_are_imported_again(pos_emb, dtype, tmp_path):
     assert torch.equal(load_model(tmp_path / "ours")[0](tokens), model.bfloat16().float()(tokens))
 
 
+def test_misspelled_keys_of_an_export(tmp_path):
+    """Another key is not read as its default: the model would be another one."""
+    model, config = make_model("fire")
+    to_hugging_face(model, config, tmp_path / "hf", report=quiet)
+    path = tmp_path / "hf" / "config.json"
+    content = json.loads(path.read_text())
+    attention_bias, options = content["attention_bias"], content["positional_options"]
+    renamed = {name: value for name, value in content.items() if name != "attention_bias"}
+    for values, message in (
+        ({**renamed, "attention_biass": attention_bias}, "attention_biass.*attention_bias"),
+        ({**content, "window": 8}, "window"),
+        ({**content, "positional_options": {**options, "treshold": 9}}, "treshold"),
+    ):
+        path.write_text(json.dumps(values))
+        with pytest.raises((CheckpointError, UserError), match=message):
+            from_hugging_face(
+                tmp_path / "hf", tmp_path / "ours", with_tokenizer=False, report=quiet
+            )
+        assert not (tmp_path / "ours").exists()
+
+    # What transformers writes itself.
+    added = {"torch_dtype": "float32", "_name_or_path": "x", "id2label": {"0": "a"}, "top_k": 9}
+    added |= {"quantization_config": None, "eos_token_id": 3, "transformers_version": "4.57.1"}
+    path.write_text(json.dumps({**content, **added}))
+    from_hugging_face(tmp_path / "hf", tmp_path / "ours", with_tokenizer=False, report=quiet)
+
+
 def test_the_tokenizer_is_imported(tmp_path):
     family_model(tmp_path / "hf", "pythia")
     tokenizer = train_bpe(KINDS.values(), 400)

@@ -107,6 +107,9 @@ def test_defaults_of_gpt_neox():
         10_000,
     )
     assert values["no_weight_tying"] is True
+    # Keys of GPT-NeoX-20B that transformers does not read.
+    others = {"hidden_dropout_prob": 0, "attention_probs_dropout_prob": 0, "torch_dtype": "float16"}
+    assert config_from({**NEOX, **others}, "config.json") == values
 
 
 @pytest.mark.parametrize(
@@ -166,6 +169,15 @@ def test_defaults_of_gpt_neox():
         ),
         (LLAMA, {"model_type": "mistral", "sliding_window": 1}, "sliding_window 1"),
         (LLAMA, {"num_key_value_heads": "four"}, "num_key_value_heads"),
+        # Misspelled keys, whose defaults would make another model.
+        (NEOX, {"rotary_pctt": 0.5}, "rotary_pctt.*nearest: rotary_pct;"),
+        (NEOX, {"use_parallel_residuals": False}, "use_parallel_residuals.*use_parallel_residual;"),
+        (LLAMA, {"rope_tetha": 5e5}, "rope_tetha.*rope_theta"),
+        (
+            NEOX,
+            {"rope_parameters": {"rope_type": "default", "rope_thet": 500}},
+            "rope_thet 500",
+        ),
         (LLAMA, {"model_type": "mixtral"}, "model_type 'mixtral'.*gpt_neox"),
         (
             {"model_type": "gpt_neox", "hidden_size": 32, "num_attention_heads": 4},

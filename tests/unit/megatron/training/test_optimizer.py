@@ -20,7 +20,14 @@ from megatron.training.loop import train
 from megatron.training.optimizer import Schedule, parameter_groups
 from tests.support.errors import assert_rejected
 from tests.support.language_models import model_settings
-from tests.support.runs import copy_checkpoint, metrics, trained, training_settings, weights
+from tests.support.runs import (
+    copy_checkpoint,
+    metrics,
+    trained,
+    training_settings,
+    unwrapped,
+    weights,
+)
 
 SHAPE = {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 2, "padded_vocab_size": 16}
 LR, MIN_LR = 6e-4, 6e-5
@@ -143,7 +150,9 @@ def test_a_run_follows_the_schedule(tmp_path, data_path, capsys):
     assert rates(train_iters=4, lr_schedule="neox-2022", save_interval=4) == pytest.approx(
         expected_2022, rel=1e-3
     )
-    assert "10 steps with 2 of warmup; formulas: lr-schedule neox-2022" in capsys.readouterr().out
+    assert "10 steps with 2 of warmup; formulas: lr-schedule neox-2022" in unwrapped(
+        capsys.readouterr().out
+    )
     assert rates(train_iters=5, save_interval=5) == pytest.approx({5: 0.005 * 0.90451}, rel=1e-3)
     assert rates(train_iters=6, lr_schedule="neox") == pytest.approx({6: 0.005 * 0.69134}, rel=1e-3)
 
@@ -215,7 +224,10 @@ def test_learning_rate_of_positional_parameters(tmp_path, data_path, capsys):
     frozen = weights(trained(tmp_path / "frozen", data_path, **keys, positional_lr_factor=0.0), 1)
     after = weights(trained(tmp_path / "faster", data_path, **keys, positional_lr_factor=10.0), 1)
     assert (
-        capsys.readouterr().out.count("learning rate of the positional parameters: 10 times") == 1
+        unwrapped(capsys.readouterr().out).count(
+            "learning rate of the positional parameters: 10 times"
+        )
+        == 1
     )
     assert any(".rpe." in name for name in frozen)
     for name, start in frozen.items():

@@ -16,7 +16,7 @@ from tests.support.corpora import part_tokens
 from tests.support.errors import assert_rejected
 from tests.support.language_models import random_tokens, small_gpt
 from tests.support.methods import methods_and_variants
-from tests.support.runs import metrics, trained, weights
+from tests.support.runs import metrics, trained, unwrapped, weights
 
 LENGTHS = [16, 32, 128]
 CURVES = {"extrapolation_lengths": LENGTHS, "extrapolation_tokens": 1100}
@@ -42,7 +42,7 @@ def test_curves_equal_those_of_the_checkpoints_and_do_not_change_the_run(
     capsys.readouterr()
     tracked = {"tensorboard_dir": str(tmp_path / "tensorboard"), "use_wandb": True}
     trained(curves, data_path, **keys, **tracked, **CURVES)
-    console = capsys.readouterr().out.replace("\n  ", " | ")  # lines that did not fit
+    output = capsys.readouterr().out
 
     # Equal bit for bit: the evaluation does not use the random generators that dropout uses.
     assert metrics(curves) == metrics(plain)
@@ -64,7 +64,8 @@ def test_curves_equal_those_of_the_checkpoints_and_do_not_change_the_run(
         assert metrics(curves, f"extrapolation/loss/{length}") == pytest.approx(written)
         assert events.Scalars(f"extrapolation/perplexity/{length}")
         assert f"extrapolation/perplexity/{length}".encode() in wandb
-    assert f"on the same {TOKENS:,} tokens at every length" in console
+    assert f"on the same {TOKENS:,} tokens at every length" in unwrapped(output)
+    console = output.replace("\n  ", " | ")  # lines that did not fit
     lines = re.findall(
         r"extrapolation at iteration (\d) \| perplexity at 16: (\S+) \| 32: \S+ \| 128: \S+ \| ",
         console,
@@ -99,7 +100,7 @@ def test_without_validation_the_curves_are_measured_at_the_end(tmp_path, data_pa
     }
     trained(tmp_path, data_path, **keys)
     assert list(metrics(tmp_path, "extrapolation/loss/128")) == [4, 5]
-    assert "validation at" not in capsys.readouterr().out
+    assert "validation at" not in unwrapped(capsys.readouterr().out)
 
 
 def test_an_unsupported_length_has_no_curve(tmp_path, data_path, capsys):
@@ -108,7 +109,7 @@ def test_an_unsupported_length_has_no_curve(tmp_path, data_path, capsys):
     trained(tmp_path, data_path, **keys)
     assert list(metrics(tmp_path, "extrapolation/loss/32")) == [3, 4]
     assert not metrics(tmp_path, "extrapolation/loss/128")
-    console = capsys.readouterr().out
+    console = unwrapped(capsys.readouterr().out)
     assert console.count("extrapolation at length 128: n/a: learned positions end at 31") == 1
     assert console.count("128: n/a | ") == 2
 
@@ -121,7 +122,7 @@ def test_lengths_that_do_not_divide_the_longest(tmp_path, data_path, capsys):
         "train_iters": 3,
     }
     trained(tmp_path, data_path, **keys)
-    assert "the same 480 tokens" in capsys.readouterr().out
+    assert "the same 480 tokens" in unwrapped(capsys.readouterr().out)
     model, _ = load_model(tmp_path / "checkpoints")
     rows = evaluate_extrapolation(
         model, part_tokens(data_path, "8,1,1"), [32, 48], token_budget=500, progress=False
@@ -163,7 +164,7 @@ def test_train_iters_0_validates_at_another_length(tmp_path, data_path, capsys):
     capsys.readouterr()
     keys = {"train_iters": 0, "seq_length_val": 128, "eval_iters": 2, "save": None}
     trained(tmp_path, data_path, **keys, log_dir=str(tmp_path / "long" / "logs"))
-    assert "length 128" in capsys.readouterr().out
+    assert "length 128" in unwrapped(capsys.readouterr().out)
     ((iteration, loss),) = metrics(tmp_path / "long", "validation/loss").items()
     assert iteration == 6
     assert 1.0 < loss < metrics(tmp_path)[1]

@@ -4,7 +4,7 @@ import pytest
 from rich.console import Console
 
 from megatron.utils import progress
-from megatron.utils.progress import Progress, readable_time
+from megatron.utils.progress import Progress, fitted, readable_time
 
 
 @pytest.fixture
@@ -74,3 +74,15 @@ def test_disabled(capsys, clock):
 @pytest.mark.parametrize(("seconds", "text"), [(7.9, "7s"), (75, "1m15s"), (7260, "2h01m")])
 def test_readable_time(seconds, text):
     assert readable_time(seconds) == text
+
+
+def test_long_texts_break_between_parts_and_words():
+    words = [f"word{number}" for number in range(30)]
+    path = "/" + "long" * 25
+    text = f"training data: {path} has {' '.join(words)} | lm loss 1.5 | {'x' * 70} | 3 samples/s"
+    lines = fitted(text).split("\n")
+    assert lines[0] == f"training data: {path}"
+    assert max(map(len, lines[1:])) <= 80
+    assert all(line.startswith("  ") for line in lines[1:])
+    assert " ".join(line.strip() for line in lines).replace(" | ", " ") == text.replace(" | ", " ")
+    assert fitted("  kernel: mean 1") == "  kernel: mean 1"
