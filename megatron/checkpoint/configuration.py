@@ -1,6 +1,8 @@
 """The configuration saved with a checkpoint, and its comparison with that of a run."""
 
+import hashlib
 import os
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,9 +18,11 @@ from megatron.config import Config
 from megatron.config.loader import build, entries_of
 from megatron.config.merging import Messages, merge
 from megatron.config.schema.model import ModelConfig
-from megatron.config.yaml_files import YamlEntry, read_file
+from megatron.config.yaml_files import YamlEntry
+from megatron.config.yaml_files import read_file as read_yaml
 from megatron.tokenizer.interface import Tokenizer
 from megatron.utils.errors import UserError, visible
+from megatron.utils.files import read_file
 
 # Ignored keys of a checkpoint's configuration. The first ones would run code, or read and write
 # files, that the checkpoint's author chose (tasks of lm-evaluation-harness can contain code); the
@@ -65,6 +69,19 @@ OUTPUT_SETTINGS = {
 }
 
 
+# The sections of the configuration that say how a model is trained, and their keys that do not:
+# where the data are, and how the work is done.
+RECIPE = {"model", "optimizer", "schedule", "curriculum", "data"}
+NOT_IN_RECIPE = {
+    "model": {"attention_backend", "pos_emb_module"},
+    "optimizer": {"zero_stage", "zero"},
+    "data": {
+        *("data_path", "train_data_paths", "valid_data_paths", "test_data_paths"),
+        *("data_impl", "num_workers", "data_cache_path"),
+    },
+}
+
+
 class UnavailableMethod(CheckpointError):
     """A checkpoint has another positional method, which cannot be built here: this run does not
     name its module. The message is a phrase like those of `model_differences`.
@@ -97,7 +114,7 @@ def _saved_entries(step: Path) -> list[YamlEntry]:
         raise CheckpointError(
             f"{step}: has no configs/*.yml, so the model's configuration is unknown"
         )
-    entries = [entry for path in paths for entry in read_file(path)]
+    entries = [entry for path in paths for entry in read_yaml(path)]
     return [entry for entry in entries if entry.key.replace("-", "_") not in IGNORED_KEYS]
 
 
@@ -133,16 +150,52 @@ def _saved_method(step: Path) -> str | None:
     return describe_method(canonical_name(str(keys["pos_emb"].value)), options or {})
 
 
-def trained_tokenizer(step: Path) -> str | None:
-    """The fingerprint of the tokenizer that a checkpoint was trained with; None if its files do not
-    contain it, such as those of other programs, or cannot be read.
+def saved_training(step: Path) -> dict[str, Any]:
+    """The `TrainingState` in a checkpoint; without the keys that its files do not contain, such as
+    those of other programs, or empty if they cannot be read.
     """
     try:
         saved = read_state_file(step)
     except CheckpointError:
+        return {}
+    # A converted checkpoint has no training state, but some of its keys.
+    training: dict[str, Any] = saved.get("training", saved)
+    return training
+
+
+def trained_tokenizer(step: Path) -> str | None:
+    """The fingerprint of the tokenizer that a checkpoint was trained with; None if it does not
+    tell.
+    """
+    return saved_training(step).get("tokenizer") or None
+
+
+def code_digests(config: ModelConfig) -> list[str]:
+    """The SHA-256 of each file that defines the positional method and its base classes, without
+    those of `kerple`, torch and Python: the code of an external method.
+    """
+    known, files = {"kerple", "torch", *sys.stdlib_module_names}, set()
+    for method in config.build_on_meta():
+        for module in method.modules():
+            for base in type(module).__mro__:
+                # Classes that a notebook defines have no file.
+                file = getattr(sys.modules.get(base.__module__), "__file__", None)
+                if file is not None and base.__module__.partition(".")[0] not in known:
+                    files.add(file)
+    return [hashlib.sha256(read_file(file)).hexdigest() for file in sorted(files)]
+
+
+def code_notice(step: Path, config: Config) -> str | None:
+    """A line to print if the code of an external method is not that with which the checkpoint was
+    trained; None if it is, or the checkpoint does not tell.
+    """
+    code = code_digests(config.model)
+    if not code or saved_training(step).get("code", code) == code:
         return None
-    # A converted checkpoint has no training state.
-    return saved.get("training", saved).get("tokenizer") or None
+    return (
+        f"notice: the file of pos_emb {config.model.pos_emb} has changed since {step} was trained, "
+        "so the weights may not fit it; if that was not on purpose, restore the file"
+    )
 
 
 def check_trained_tokenizer(
@@ -169,11 +222,8 @@ def check_trained_data(step: Path, data: Mapping[str, str]) -> list[str]:
 
     data: prefix -> `data_fingerprint` of the present datasets.
     """
-    try:
-        saved = read_state_file(step).get("training", {}).get("data", {})
-    except CheckpointError:  # as of other programs
-        return []
-    # Paths may be spelled differently.
+    # The saved paths are absolute, but may be spelled differently.
+    saved = saved_training(step).get("data", {})
     trained = {os.path.realpath(prefix): fingerprint for prefix, fingerprint in saved.items()}
     for prefix, fingerprint in data.items():
         before = trained.get(os.path.realpath(prefix), fingerprint)
@@ -186,6 +236,39 @@ def check_trained_data(step: Path, data: Mapping[str, str]) -> list[str]:
     if not trained:
         return []
     return [prefix for prefix, fingerprint in data.items() if fingerprint not in trained.values()]
+
+
+def trained_text_notice(step: Path, documents: Mapping[str, tuple[int, int]]) -> str | None:
+    """A sentence if the weights may have been trained on documents (see `part_documents`); None if
+    they were not, or the checkpoint does not tell.
+    """
+    trained = saved_training(step).get("trained_documents", {})
+    common = total = 0
+    for fingerprint, (first, end) in documents.items():
+        total += end - first
+        trained_first, trained_end = trained.get(fingerprint, (0, 0))
+        common += max(0, min(end, trained_end) - max(first, trained_first))
+    if not common:
+        return None
+    return f"{common:,} of the {total:,} documents of the text are of its training data"
+
+
+def training_recipe(step: Path, saved: Config) -> str:
+    """16 hexadecimal digits that identify how a checkpoint was trained, except for its seed: its
+    configuration, without what does not change the training, and the data, batch size and precision
+    that its state records.
+
+    saved: its `checkpoint_config`.
+    """
+    keys = saved.model_dump(include=RECIPE, exclude=NOT_IN_RECIPE)
+    try:
+        state = read_state_file(step)
+    except CheckpointError:
+        state = {}
+    data = sorted(set(saved_training(step).get("data", {}).values()))
+    batch, precision = state.get("global_batch"), state.get("precision")
+    identity = keys, saved.checkpoint.finetune, data, batch, precision
+    return hashlib.sha256(repr(identity).encode()).hexdigest()[:16]
 
 
 def model_differences(saved: Config, config: Config, *, evaluation: bool = False) -> list[str]:

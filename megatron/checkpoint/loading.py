@@ -6,9 +6,11 @@ from typing import Any
 
 from megatron.checkpoint.configuration import (
     UnavailableMethod,
+    code_notice,
     model_differences,
     replaces_positional_method,
     saved_config,
+    saved_training,
 )
 from megatron.checkpoint.directory import (
     MANIFEST,
@@ -180,6 +182,8 @@ def check_model(step: Path, config: Config, vocab_size: int, report: Report) -> 
         )
     if differences:
         report(f"finetune: the new model differs from the one it starts from: {differences}")
+    if not new_method and (notice := code_notice(step, config)):
+        report(notice)
     if new_method:
         report(
             "finetune: the checkpoint's positional parameters are not used; those of "
@@ -279,6 +283,7 @@ def load_checkpoint(
             f"finetune: weights from {step}; optimizer, schedule and data start from the beginning"
         )
         state = TrainingState()
+        state.trained_documents = saved_training(step).get("trained_documents", {})
     else:
         state = _resume(engine, config, step, report)
         report(f"loaded {step}: iteration {state.iteration}, {state.consumed_samples} samples read")

@@ -3,7 +3,6 @@
 import argparse
 import contextlib
 import hashlib
-import inspect
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -13,12 +12,14 @@ from pathlib import Path
 
 import torch
 
-from kerple.positional import method_class, registered_names
 from megatron.checkpoint.configuration import (
     check_trained_data,
     check_trained_tokenizer,
+    code_digests,
     evaluated_method,
+    trained_text_notice,
     trained_tokenizer,
+    training_recipe,
 )
 from megatron.checkpoint.directory import iteration_of
 from megatron.checkpoint.inspection import positional_methods
@@ -43,8 +44,8 @@ from megatron.cli.model_options import (
 from megatron.config import Config, UserError
 from megatron.config.schema.model import ModelConfig
 from megatron.convert.tokenizer_files import digest_of_ids
-from megatron.data.indexed_dataset import data_fingerprint, file_sha256
-from megatron.data.streams import evaluation_corpora
+from megatron.data.indexed_dataset import data_fingerprint
+from megatron.data.streams import evaluation_corpora, part_documents
 from megatron.evaluation.metrics.effective_length import effective_lengths, plan_effective_lengths
 from megatron.evaluation.metrics.passkey import Prompts
 from megatron.evaluation.modes import supported_modes
@@ -155,8 +156,9 @@ def _evaluate(
             )
     tokenizer = _build_tokenizer(models, config, options, report)
     text = _read_text(config, tokenizer, options)
-    if options.text is None and not config.checkpoint.allow_other_data:
-        _check_data(models, config, options.split)
+    trained_texts: list[str | None] = [None] * len(models)
+    if options.text is None:
+        trained_texts = _check_data(models, config, options.split, report)
     prompts = Prompts(tokenizer) if options.passkey and tokenizer is not None else None
 
     # The tasks of each model, and the records of the modes that it does not support.
@@ -165,8 +167,10 @@ def _evaluate(
     records: list[Record] = []
     configs = [model.saved for model in models]
     supported = supported_modes(configs, options.modes, skip_unsupported=options.skip_unsupported)
-    for model, (modes, unsupported) in zip(models, supported, strict=True):
-        source = model.provenance
+    for model, trained_text, (modes, unsupported) in zip(
+        models, trained_texts, supported, strict=True
+    ):
+        source = replace(model.provenance, trained_text=trained_text)
         tasks = plan_tasks(text, prompts, [mode.name for mode in modes], source, options)
         planned.append(tasks)
         for task in tasks:
@@ -296,6 +300,7 @@ def _read_models(
                 layers=saved.model.num_layers,
                 hidden_size=saved.model.hidden_size,
                 model=digest,
+                recipe=training_recipe(step, saved),
             ),
             pos_emb=pos_emb,
             seed=saved.training.seed,
@@ -309,18 +314,11 @@ def _read_models(
 
 
 def _model_digest(config: ModelConfig) -> str:
-    """16 hexadecimal digits that identify the model's configuration and the files of external
-    methods, which change what the weights compute.
+    """16 hexadecimal digits that identify the model's configuration and the code of an external
+    method, which change what the weights compute.
     """
     keys = config.model_dump(exclude={"attention_backend", "pos_emb_module"})
-    files = set()
-    for name in registered_names():
-        for parent in method_class(name).__mro__:
-            package = parent.__module__.partition(".")[0]
-            if package not in ("kerple", "torch", "builtins"):
-                files.add(inspect.getfile(parent))
-    digests = [file_sha256(file) for file in sorted(files)]
-    identity = sorted(keys.items()), digests
+    identity = sorted(keys.items()), code_digests(config)
     return hashlib.sha256(repr(identity).encode()).hexdigest()[:16]
 
 
@@ -371,14 +369,27 @@ def _build_tokenizer(
     return tokenizer
 
 
-def _check_data(models: Sequence[EvaluatedModel], config: Config, part: str) -> None:
-    """Raises UserError if a dataset to evaluate on has other contents than when a checkpoint was
+def _check_data(
+    models: Sequence[EvaluatedModel], config: Config, part: str, report: Callable[[str], None]
+) -> list[str | None]:
+    """The `trained_text` of each model's records. Reports it, and the datasets that a model was not
+    trained with.
+
+    Raises UserError if a dataset to evaluate on has other contents than when a checkpoint was
     trained with it: it may contain the text of that training.
     """
     prefixes, _ = evaluation_corpora(config, part)
     data = {prefix: data_fingerprint(prefix) for prefix in prefixes}
+    documents, trained_texts = part_documents(config, part), []
     for model in models:
-        check_trained_data(model.step, data)
+        if not config.checkpoint.allow_other_data:
+            for prefix in check_trained_data(model.step, data):
+                report(f"notice: {model.step} was not trained with {Path(prefix).absolute()}")
+        trained_text = trained_text_notice(model.step, documents)
+        if trained_text is not None:
+            report(f"notice: {model.step} may have been trained on the text: {trained_text}")
+        trained_texts.append(trained_text)
+    return trained_texts
 
 
 def _read_text(config: Config, tokenizer: Tokenizer | None, options: argparse.Namespace) -> Text:

@@ -2,6 +2,7 @@
 
 import argparse
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
@@ -258,6 +259,7 @@ def plan_tasks(
     if options.resolution is not None:
         tasks += plan_resolution(text, lengths, modes, options.resolution, source)
     if prompts is not None:
+        source = replace(source, trained_text=None)  # the prompts are not of the text
         depths, trials = options.passkey_depths or DEPTHS, options.passkey_trials or TRIALS
         tasks += plan_passkey(prompts, lengths, modes, depths, trials, source, text.corpus)
     return tasks

@@ -11,12 +11,13 @@ file cannot be read, or a dataset is not the one that PREFIX.json describes.
 """
 
 import json
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from megatron.checkpoint.configuration import checkpoint_config
+from megatron.checkpoint.configuration import checkpoint_config, code_notice
 from megatron.checkpoint.directory import MANIFEST, STEP, find_step, iteration_of
 from megatron.checkpoint.inspection import describe
 from megatron.checkpoint.manifest import find_damage, write_manifest_of_folder
@@ -80,11 +81,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.pos_emb_module:
         module = {"pos_emb_module": options.pos_emb_module}
     try:
-        model = checkpoint_config(step, module).model
+        config = checkpoint_config(step, module)
     except CheckpointError as error:
         description = {**describe(step), "configuration": str(error)}
     else:
-        description = describe(step, model)
+        description = describe(step, config.model)
+        if notice := code_notice(step, config):
+            print(notice, file=sys.stderr)
     text = json.dumps(description, indent=2) if options.json else readable(description)
     print(text)
     return int(description["manifest"] not in ("whole", "none"))

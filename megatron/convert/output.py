@@ -18,6 +18,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from megatron.checkpoint.cleanup import update_latest
+from megatron.checkpoint.configuration import code_digests
 from megatron.checkpoint.directory import CONFIG_FILE, STATE_FILE, layer_file, tag_for
 from megatron.checkpoint.layers import tensors_of
 from megatron.checkpoint.manifest import write_manifest_of_folder
@@ -105,7 +106,9 @@ def write_checkpoint(
     for index, layer in layers_with_weights(model).items():
         state = {name: cast(tensor, dtype) for name, tensor in tensors_of(layer).items()}
         torch.save(state, layer_file(step, index, 0))
-    torch.save({"iteration": iteration, "tokenizer": tokenizer}, step / STATE_FILE)
+    code = code_digests(model.settings.config)
+    saved = {"iteration": iteration, "tokenizer": tokenizer, "code": code}
+    torch.save(saved, step / STATE_FILE)
     write_json(step / CONFIG_FILE, dict(config_values))
     write_manifest_of_folder(step, iteration)
     update_latest(folder, step.name)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron.config import Config
-from megatron.data.indexed_dataset import TokenFile, open_indexed_files
+from megatron.data.indexed_dataset import TokenFile, data_fingerprint, open_indexed_files
 from megatron.data.splits import PARTS, config_blends, part_span
 from megatron.utils.errors import UserError
 
@@ -64,6 +64,18 @@ def evaluation_stream(config: Config, part: str = "valid") -> tuple[TokenStream,
     prefixes, split = evaluation_corpora(config, part)
     files, lengths = zip(*(open_part(prefix, split, part) for prefix in prefixes), strict=True)
     return TokenStream(files), np.concatenate(lengths)
+
+
+def part_documents(config: Config, part: str) -> dict[str, tuple[int, int]]:
+    """`data_fingerprint` -> first and one-past-last document of a part in each of its corpora.
+    Raises UserError like `evaluation_stream`.
+    """
+    prefixes, split = evaluation_corpora(config, part)
+    documents = {}
+    for prefix in prefixes:
+        sequences = open_indexed_files(prefix).sequences
+        documents[data_fingerprint(prefix)] = part_span(split, part, sequences, prefix)
+    return documents
 
 
 def evaluation_corpora(config: Config, part: str = "valid") -> tuple[Sequence[str], str | None]:

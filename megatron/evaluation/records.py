@@ -45,8 +45,8 @@ Length = Annotated[Int, Field(ge=1)]
 
 class Checkpoint(TypedDict):
     """The evaluated model. path: the folder with `latest`. fingerprint: digest of the weights.
-    model: digest of the configuration and of the code of external methods; earlier versions did not
-    record it.
+    model: digest of the configuration and of the code of an external method. recipe: digest of how
+    it was trained, except for the seed. Earlier versions did not record the last two.
     """
 
     path: Text | None
@@ -55,6 +55,7 @@ class Checkpoint(TypedDict):
     layers: Count
     hidden_size: Count
     model: NotRequired[Name]
+    recipe: NotRequired[Name]
 
 
 class Environment(TypedDict):
@@ -86,6 +87,8 @@ class Record(TypedDict):
             in this case.
         precision: of the weights and the computation, e.g. fp32. The key is missing if it is not
             known.
+        trained_text: how many of the documents of the text the model may have been trained on; the
+            key is missing if there are none, or it is not known.
     """
 
     kind: Name
@@ -103,6 +106,7 @@ class Record(TypedDict):
     complete_segments: NotRequired[Text]
     bos: NotRequired[Count | None]
     precision: NotRequired[Name]
+    trained_text: NotRequired[Text]
 
 
 class DocumentGroups(TypedDict):
@@ -243,7 +247,7 @@ _ADAPTERS = {kind: TypeAdapter(record_type) for kind, record_type in KINDS.items
 @dataclass(frozen=True)
 class Provenance:
     """Where the values of records come from. settings: whatever changes the values for given
-    weights, e.g. the precision. precision: see `Record`; None if it is not known.
+    weights, e.g. the precision. precision, trained_text: see `Record`; None if the key is missing.
     """
 
     checkpoint: Checkpoint | None = None
@@ -253,6 +257,7 @@ class Provenance:
     settings: str = ""
     environment: Environment | None = None
     precision: str | None = None
+    trained_text: str | None = None
 
     def record(
         self,
@@ -284,6 +289,8 @@ class Provenance:
         )
         if self.precision is not None:
             record["precision"] = self.precision
+        if self.trained_text is not None:
+            record["trained_text"] = self.trained_text
         return record
 
 

@@ -1,5 +1,6 @@
 """Loading a trained model as plain PyTorch, without a launcher, process group or DeepSpeed."""
 
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -7,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatron.checkpoint.configuration import checkpoint_config, trained_tokenizer
+from megatron.checkpoint.configuration import checkpoint_config, code_notice, trained_tokenizer
 from megatron.checkpoint.directory import looks_like_checkpoint
 from megatron.checkpoint.layers import (
     check_sizes,
@@ -32,7 +33,8 @@ def load_model(
     *,
     fallback: bool = False,
 ) -> tuple[GPT, Config]:
-    """Load a checkpoint's model, in evaluation mode, and its configuration.
+    """Load a checkpoint's model, in evaluation mode, and its configuration. Prints a line to
+    standard error if the file of an external positional method has changed since it was trained.
 
     The model maps int64 tokens [batch, seq] to logits [batch, seq, padded vocabulary]. It is
     trainable.
@@ -59,6 +61,8 @@ def load_model(
         directory = local_checkpoint(directory, pos_emb_module=keys.get("pos_emb_module"))
     step = find_valid_step(directory, iteration, fallback=fallback)
     config = checkpoint_config(step, overrides)
+    if notice := code_notice(step, config):
+        print(notice, file=sys.stderr, flush=True)
     states = open_layers(step)
     settings = ModelSettings(config.model, embedding_rows(states, step))
     check_sizes(step, settings, states)

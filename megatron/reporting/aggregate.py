@@ -17,8 +17,9 @@ from megatron.utils.errors import UserError
 ALPHA = 0.05  # significance level
 AnyRecord = Mapping[str, Any]  # of any kind, see megatron.evaluation.records
 CELL = ["setting", "method", "length"]  # the columns that identify a cell of a table
-DETAILS = ("tokens", "targets", "trials", "bos", "precision", "note")  # further keys of a record
-ITERATION = "iteration"  # a column, of the checkpoint
+# Further keys of a record, and of its checkpoint.
+DETAILS = ("tokens", "targets", "trials", "bos", "precision", "trained_text", "note")
+OF_CHECKPOINT = ("iteration", "recipe")
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,7 @@ class Measurements:
     Attributes:
         frame: one row per record, in the order of the records, with the columns `setting`,
             `method`, `length`, `depth` (of pass keys), `seed`, `value` (NaN if not available),
-            `tokens`, `targets`, `bos`, `precision` and `note`.
+            those of `DETAILS` and `OF_CHECKPOINT`.
         settings, methods: those of the records, in their order.
         lengths: ascending.
     """
@@ -176,9 +177,10 @@ def measurements(records: Iterable[AnyRecord], kind: str, value: str) -> Measure
         number = record.get(value)
         if number is None:
             number = math.nan
-        iteration = (record.get("checkpoint") or {}).get("iteration")
-        rows[key] = (*key, number, *map(record.get, DETAILS), iteration)
-    columns = [*CELL, "depth", "seed", "value", *DETAILS, ITERATION]
+        checkpoint = record.get("checkpoint") or {}
+        details = [*map(record.get, DETAILS), *map(checkpoint.get, OF_CHECKPOINT)]
+        rows[key] = (*key, number, *details)
+    columns = [*CELL, "depth", "seed", "value", *DETAILS, *OF_CHECKPOINT]
     return Measurements(DataFrame(list(rows.values()), columns=columns))
 
 

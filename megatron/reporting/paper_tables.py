@@ -11,6 +11,7 @@ corpus and mode.
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from operator import attrgetter
 from typing import Literal
 
 from pandas import DataFrame
@@ -438,8 +439,8 @@ def _lengths_notes(measured: DataFrame) -> list[str]:
 
 
 def settings_notes(values: Measurements) -> list[str]:
-    """The steps of training, the prompts, the precisions, and the tokens put before texts, of
-    values that were not measured alike.
+    """The trainings, the prompts, the precisions, and the tokens put before texts, of values that
+    were not measured alike; and the models that may have been trained on the text.
     """
     notes = []
     for setting, rows in values.frame.dropna(subset="value").groupby("setting", sort=False):
@@ -451,6 +452,16 @@ def settings_notes(values: Measurements) -> list[str]:
             notes.append(
                 f"{title}: the models were trained for different numbers of steps ({numbers})."
             )
+        for pos_emb, own in rows.groupby(rows["method"].map(attrgetter("pos_emb")), sort=False):
+            name = display_name(Method(pos_emb))
+            if own["recipe"].nunique() > 1:
+                notes.append(
+                    f"{title}: {name}: the checkpoints differ in more than their seed, such as "
+                    "their learning rate, batch size or data; to show them apart, evaluate them "
+                    "with --label."
+                )
+            for text in own["trained_text"].dropna().unique():
+                notes.append(f"{title}: {name} may have been trained on the text: {text}.")
         trials = sorted(rows["trials"].dropna().unique())
         if len(trials) > 1:
             numbers = " and ".join(f"{int(number):,}" for number in trials)

@@ -1,9 +1,9 @@
 """The runs of a sweep and what remains to be done of each, derived from the files in its folder.
 
 The folder of a run contains `config.yml` (the merged configuration), `data.json` (what identifies
-the data that the training started with), `checkpoints/`, `logs/`, `output.log` (the output of its
-processes) and `evaluation/` with the results and `evaluated.json`, which records the weights and
-options that produced them.
+the data and the external method that the training started with), `checkpoints/`, `logs/`,
+`output.log` (the output of its processes) and `evaluation/` with the results and `evaluated.json`,
+which records the weights and options that produced them.
 """
 
 import functools
@@ -19,7 +19,7 @@ from typing import NamedTuple
 from pydantic import TypeAdapter
 from typing_extensions import NotRequired, TypedDict
 
-from megatron.checkpoint.configuration import evaluated_method
+from megatron.checkpoint.configuration import code_digests, evaluated_method
 from megatron.checkpoint.directory import find_step, has_checkpoint, iteration_of, tag_for
 from megatron.checkpoint.manifest import find_damage, weights_fingerprint
 from megatron.config import Config, UserError
@@ -45,8 +45,8 @@ EVALUATED = "evaluated.json"
 PREVIOUS_RESULTS = "results.previous-{}.jsonl"  # numbered from 1
 # How the last failed training or evaluation exited; removed when the run is tried again.
 FAILED = "failed.json"
-# What identifies the datasets that the training started with, by prefix. Runs of earlier versions
-# do not have it.
+# What identifies the datasets that the training started with, by prefix, and the external method,
+# by its pos_emb_module. Runs of earlier versions do not have it.
 DATA = "data.json"
 MAX_JOURNAL_BYTES = 1 << 20
 # Keys for output folders, which the sweep sets.
@@ -256,7 +256,7 @@ class SweepRun:
 
     def check_folder(self) -> None:
         """Raise UserError if the folder contains a run with another configuration, or one that was
-        trained on other data in the same place.
+        trained on other data, or with another external method, in the same place.
         """
         path = self.folder / "config.yml"
         if not path.is_file():
@@ -281,28 +281,37 @@ class SweepRun:
                 f"({'; '.join(differences)}); change the sweep's `output`, or delete that folder"
             )
 
-        # The data that the checkpoints were trained on.
+        # The data and the external method that the checkpoints were trained with.
         path = self.folder / DATA
         if not path.is_file() or not has_checkpoint(self.checkpoints):
             return
-        datasets = parse_json(read_file(path, MAX_JOURNAL_BYTES), _DATA, str(path))
-        for prefix, trained in datasets.items():
-            present = _identify_dataset(prefix)
-            if any(present.get(name, value) != value for name, value in trained.items()):
+        present = self._inputs()
+        trained = parse_json(read_file(path, MAX_JOURNAL_BYTES), _DATA, str(path))
+        for place, contents in trained.items():
+            now = present.get(place, {})
+            if any(now.get(name, value) != value for name, value in contents.items()):
                 raise UserError(
-                    f"{self.folder}: contains a run on other data: {prefix} has been built again "
-                    "since it was trained; restore those data, change the sweep's `output`, or "
-                    "delete that folder"
+                    f"{self.folder}: contains a run that was trained with other contents of "
+                    f"{place} than it has now (in {Path.cwd()}); restore them, start the sweep in "
+                    "the folder in which it was started, change its `output`, or delete the folder "
+                    "of the run"
                 )
+
+    def _inputs(self) -> dict[str, dict[str, str]]:
+        """What identifies the datasets and the code of an external method (see `DATA`)."""
+        inputs = {prefix: _identify_dataset(prefix) for prefix in dataset_prefixes(self.config)}
+        if module := self.config.model.pos_emb_module:
+            inputs[module] = {"code": " ".join(code_digests(self.config.model))}
+        return inputs
 
     def write_config(self) -> Path:
         """Write the configuration for the processes of the run, and before its first checkpoint
-        what identifies its data.
+        what identifies its data and its external method.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
         if not has_checkpoint(self.checkpoints):
-            data = {prefix: _identify_dataset(prefix) for prefix in dataset_prefixes(self.config)}
-            write_atomically(self.folder / DATA, f"{json.dumps(data, indent=1)}\n".encode())
+            inputs = json.dumps(self._inputs(), indent=1)
+            write_atomically(self.folder / DATA, f"{inputs}\n".encode())
 
         # YAML has no surrogate pairs.
         path = self.folder / "config.yml"

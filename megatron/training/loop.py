@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from megatron.checkpoint.cleanup import check_replaced
-from megatron.checkpoint.loading import (
-    load_checkpoint,
-)
+from megatron.checkpoint.configuration import code_digests
+from megatron.checkpoint.loading import load_checkpoint
 from megatron.checkpoint.saving import Checkpointer
 from megatron.checkpoint.state_dict import TrainingState
 from megatron.config import Config, UserError, check_vocabulary
 from megatron.data.datasets import Datasets, build_datasets
+from megatron.data.streams import part_documents
 from megatron.model.settings import Layout
 from megatron.model.trial import check_parts
 from megatron.tokenizer.interface import Tokenizer
@@ -34,6 +34,7 @@ from megatron.training.startup import (
     identify_data,
     identify_run,
     lock_log_folders,
+    report_trained_text,
 )
 from megatron.training.validation import ExtrapolationCurves, Validator
 from megatron.utils.ranks import run_on_all_ranks, run_on_rank_0
@@ -90,6 +91,8 @@ def build_trainer(
     data = run_on_rank_0(lambda: identify_data(config, start, report))
     planned = _num_samples(config, layout, TrainingState())
     datasets = _build_datasets(config, tokenizer, planned, report)
+    if start.checkpoint is not None:
+        report_trained_text(config, start.checkpoint, datasets, report)
     curves = None
     if config.training.extrapolation_lengths:
         curves = ExtrapolationCurves(config, layout, logger)
@@ -104,6 +107,9 @@ def build_trainer(
     _follow_data_order(state, datasets, report)
     state.tokenizer = tokenizer.fingerprint
     state.data |= data
+    state.code = code_digests(config.model)
+    if datasets.train is not None:
+        _record_documents(config, state)
     state.run = run_on_rank_0(lambda: identify_run(config.checkpoint.save, state, report))
 
     # What the loop calls.
@@ -224,6 +230,13 @@ def _follow_data_order(
     state.data_order = data_order
     for line in datasets.train.describe():
         report(f"training data: {line}")
+
+
+def _record_documents(config: Config, state: TrainingState) -> None:
+    """Add the documents of the training data to those that the weights were trained on."""
+    for fingerprint, (first, end) in part_documents(config, "train").items():
+        before = state.trained_documents.get(fingerprint, (first, end))
+        state.trained_documents[fingerprint] = min(first, before[0]), max(end, before[1])
 
 
 def _build_schedule(

@@ -8,6 +8,7 @@ import os
 import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -17,6 +18,7 @@ from megatron.checkpoint.cleanup import clean_up
 from megatron.checkpoint.configuration import (
     check_trained_data,
     check_trained_tokenizer,
+    trained_text_notice,
     trained_tokenizer,
 )
 from megatron.checkpoint.directory import iteration_of
@@ -30,8 +32,10 @@ from megatron.checkpoint.loading import (
 )
 from megatron.checkpoint.state_dict import TrainingState
 from megatron.config import Config, UserError
+from megatron.data.datasets import Datasets
 from megatron.data.indexed_dataset import data_fingerprint
 from megatron.data.splits import dataset_prefixes
+from megatron.data.streams import part_documents
 from megatron.model.settings import Layout
 from megatron.model.trial import check_parts, not_finite, trial_step
 from megatron.tokenizer.interface import Tokenizer
@@ -272,9 +276,21 @@ def try_model(config: Config, place: str) -> None:
         raise UserError(f"{place}: {not_finite(config.model.pos_emb, broken)}")
 
 
+def report_trained_text(
+    config: Config, checkpoint: Path, datasets: Datasets, report: Callable[[str], None]
+) -> None:
+    """Report if the run validates or tests on documents that the checkpoint was trained on."""
+    for part in ("valid", "test"):
+        if getattr(datasets, part) is None:
+            continue
+        documents = run_on_rank_0(partial(part_documents, config, part))
+        if notice := trained_text_notice(checkpoint, documents):
+            report(f"notice: {part} data: {checkpoint} may have been trained on them: {notice}")
+
+
 def identify_data(config: Config, start: Start, report: Callable[[str], None]) -> dict[str, str]:
-    """Prefix -> fingerprint of the datasets of a run that trains. Reports those that are new to a
-    run that resumes; raises UserError if one of them has changed.
+    """Absolute prefix -> fingerprint of the datasets of a run that trains. Reports those that are
+    new to a run that resumes; raises UserError if one of them has changed.
     """
     if config.schedule.last_iteration == 0:
         return {}
@@ -286,4 +302,5 @@ def identify_data(config: Config, start: Start, report: Callable[[str], None]) -
                 f"notice: the run continues with {prefix}, which {start.checkpoint} was not "
                 "trained with"
             )
-    return data
+    # Another process may read the checkpoint in another working directory.
+    return {str(Path(prefix).absolute()): fingerprint for prefix, fingerprint in data.items()}

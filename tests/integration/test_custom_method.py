@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM
 from kerple.positional import registry
 from megatron.cli.convert import main as convert
 from megatron.cli.evaluate import main as evaluate
+from megatron.cli.generate import main as generate
 from megatron.cli.inspect import main as inspect
 from megatron.cli.model_options import parse_with_checkpoint
 from megatron.convert import to_hugging_face
@@ -118,6 +119,43 @@ def test_a_custom_method(tmp_path, data_path, monkeypatch, capsys):
         del registry._METHODS["test_square_root"], sys.modules[module]
         shutil.rmtree(tmp_path / "home", ignore_errors=True)
         read()
+
+
+def test_a_custom_method_that_changed(tmp_path, data_path, monkeypatch, capsys):
+    """A resumed run says so, and so do the commands that read its checkpoints."""
+    monkeypatch.setattr(registry, "_METHODS", dict(registry._METHODS))
+    path, folder = tmp_path / "root.py", str(tmp_path / "checkpoints")
+    path.write_text(METHOD.replace("test_square_root", "test_root"))
+    keys = {"pos_emb": "test_root", "pos_emb_module": str(path), "eval_iters": 0}
+    trained(tmp_path, data_path, **keys, train_iters=1)
+    commands = (
+        lambda: trained(tmp_path, data_path, **keys, train_iters=1),
+        lambda: generate(["--checkpoint", folder, "--set", f"pos_emb_module={path}"]),
+        lambda: inspect([folder, "--pos-emb-module", str(path)]),
+        lambda: convert(["to-hf", folder, str(tmp_path / "hf"), "--pos-emb-module", str(path)]),
+    )
+    for command in commands:
+        capsys.readouterr()
+        command()
+        output = capsys.readouterr()
+        assert "has changed" not in output.out + output.err
+    shutil.rmtree(tmp_path / "hf")
+
+    # In a wrapper, too. Another method has another file.
+    layers = {"methods": [{"test_root": {"floor": 0.5}}, "none"]}
+    wrapped = {**keys, "pos_emb": "per_layer", "pos_emb_options": layers}
+    places = {name: str(tmp_path / "wrapped") for name in ("save", "load")}
+    trained(tmp_path, data_path, **wrapped, **places, train_iters=1)
+    path.write_text(f"{path.read_text()}LIMIT = 3\n")
+    commands += (lambda: trained(tmp_path, data_path, **wrapped, **places, train_iters=1),)
+    for command in commands:
+        capsys.readouterr()
+        command()
+        output = capsys.readouterr()
+        assert (output.out + output.err).count("has changed") == 1
+    new = {"finetune": True, "pos_emb": "alibi", "save": str(tmp_path / "tuned")}
+    trained(tmp_path, data_path, **{**keys, **new}, train_iters=1)
+    assert "has changed" not in capsys.readouterr().out
 
 
 MATRIX = """

@@ -6,6 +6,7 @@ import io
 import multiprocessing
 import os
 import re
+import shutil
 import time
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from megatron.evaluation import PROTOCOLS, read_results
 from megatron.evaluation.records import KINDS
 from tests.support.checkpoints import write_checkpoint
 from tests.support.processes import free_ports
-from tests.support.runs import run, training_settings
+from tests.support.runs import run, trained, training_settings
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTATION = (ROOT / "docs" / "evaluation.md").read_text()
@@ -41,6 +42,64 @@ def test_deepy_starts_two_ranks(tmp_path, data_path, forked_scripts):
     assert all(row["perplexity"] > 1 for row in rows)
     assert output.count("loaded ") == 1  # only rank 0 prints
     assert "global_step6" in output
+
+
+@pytest.fixture(scope="module")
+def seeds(tmp_path_factory, data_path) -> list[str]:
+    """The checkpoints of two seeds of one training, in different places."""
+    folder, keys = tmp_path_factory.mktemp("seeds"), {"train_iters": 1, "eval_iters": 0}
+    shutil.copytree(Path(data_path).parent, folder / "data")
+    copy = str(folder / "data" / Path(data_path).name)
+    trained(folder / "1", data_path, **keys, seed=1, log_interval=5)
+    trained(folder / "2", copy, **keys, seed=2, num_workers=1, eval_interval=9)
+    return [str(folder / name / "checkpoints") for name in "12"]
+
+
+def test_what_was_trained_on(tmp_path, data_path, seeds, capsys):
+    """A split, or a list of datasets, that takes other documents for validation."""
+    paths = {"data_path": "null", "train-data-paths": [data_path], "valid-data-paths": [data_path]}
+    for number, (keys, common) in enumerate(
+        (
+            ({"split": "9,1,0"}, None),
+            ({"split": "6,4,0"}, "16 of the 32 documents"),
+            ({key.replace("_", "-"): value for key, value in paths.items()}, "64 of the 80"),
+        )
+    ):
+        folder = tmp_path / str(number)
+        words = ["--lengths", "256", "--tokens", "256", "--output", str(folder)]
+        words += ["--passkey", "--passkey-trials", "1", "--effective-length"]
+        words += ["--set", *(f"{key}={value}" for key, value in keys.items())]
+        words += ["allow_other_data=true"] * (number == 1)
+        main(["--checkpoint", seeds[0], *words])
+        output = capsys.readouterr().out
+        notes = {row["kind"]: row.get("trained_text") for row in read_results(folder)}
+        assert set(notes) == {"extrapolation", "passkey", "effective_length"}
+        table = (folder / "extrapolation.md").read_text()
+        if common is None:
+            assert set(notes.values()) == {None}
+            assert "may have been trained" not in output
+        else:
+            assert notes.pop("extrapolation").startswith(common)
+            assert set(notes.values()) == {None}
+            assert table.count(common) == 1
+            assert re.search(f"notice: .*{common}", output)
+
+
+def test_seeds_of_different_trainings(tmp_path, data_path, seeds):
+    """A table does not average them without saying so."""
+    folder = tmp_path / "other"
+    params = {"type": "Adam", "params": {"lr": 0.004}}
+    trained(folder, data_path, train_iters=1, eval_iters=0, seed=3, optimizer=params)
+    data = Path(data_path)
+    same_data = data.parent / ".." / data.parent.name / data.name
+    words = ["--lengths", "32", "--tokens", "64", "--set", f"data_path={same_data}", "--output"]
+    notes = []
+    for number, places in enumerate((seeds, [*seeds, str(folder / "checkpoints")])):
+        report = tmp_path / str(number)
+        main(["--checkpoint", *places, *words, str(report)])
+        table = (report / "extrapolation.md").read_text()
+        notes.append(table.count("differ in more than their seed"))
+    assert notes == [0, 1]
 
 
 def run_rank(folder, words, rendezvous, rank, expected_error):

@@ -1,6 +1,7 @@
 """Resuming, finetuning, and the checkpoints of a run, in this process."""
 
 import json
+import re
 import shutil
 
 import numpy as np
@@ -9,8 +10,10 @@ import torch
 
 from megatron.checkpoint.directory import saved_iterations
 from megatron.checkpoint.storage import CheckpointError
+from megatron.cli.evaluate import main as evaluate
 from megatron.data.datasets import CorpusPart
 from megatron.training.distributed import DistributedSignalHandler
+from tests.support.checkpoints import write_corpus
 from tests.support.errors import assert_rejected
 from tests.support.runs import copy_checkpoint, metrics, trained, unwrapped, weights
 
@@ -200,6 +203,51 @@ def test_data_that_changed_since_the_checkpoint(tmp_path, data_path, capsys):
     # A new run from the weights begins its data anew.
     rebuilt(data_path, own)
     trained(tmp_path, own, **keys, train_iters=1, finetune=True, save=str(tmp_path / "new"))
+
+
+def test_relative_paths_are_those_of_the_training(tmp_path, data_path, monkeypatch, capsys):
+    """In another folder, the same relative path is another dataset."""
+    keys = {"eval_iters": 0, "save_interval": 1}
+    first, second = tmp_path / "first", tmp_path / "second"
+    for folder, source in ((first, data_path), (second, first / "text" / "own")):
+        (folder / "text").mkdir(parents=True)
+        rebuilt(source, folder / "text" / "own")
+
+    monkeypatch.chdir(first)
+    trained(tmp_path, "text/own", **keys, train_iters=1)
+    monkeypatch.chdir(second)
+    capsys.readouterr()
+    words = ["--checkpoint", str(tmp_path / "checkpoints"), "--lengths", "32", "--tokens", "64"]
+    evaluate([*words, "--output", str(tmp_path / "report")])
+    assert re.search(f"notice: .*{second}/text/own", capsys.readouterr().out)
+    trained(tmp_path, "text/own", **keys, train_iters=2)
+    assert "notice: the run continues with text/own" in capsys.readouterr().out
+
+    # Each of the two is known by its own path.
+    monkeypatch.chdir(first)
+    trained(tmp_path, "text/own", **keys, train_iters=3)
+    assert "notice: the run continues" not in capsys.readouterr().out
+    write_corpus(second / "text", documents=70)
+    for file in (second / "text").glob("text_document.*"):
+        file.replace(file.with_name(f"own{file.suffix}"))
+    trained(tmp_path, str(first / "text" / "own"), **keys, train_iters=4)
+    path = f"{first}/../second/text/own"
+    assert_rejected(re.escape(path), trained, tmp_path, path, **keys, train_iters=5)
+
+
+def test_a_split_that_validates_on_what_was_trained(tmp_path, data_path, capsys):
+    keys = {"eval_iters": 1, "train_iters": 1, "split": "8,1,1"}
+    trained(tmp_path, data_path, **keys)
+    new = {**keys, "finetune": True, "load": str(tmp_path / "checkpoints")}
+    trained(tmp_path, data_path, **new, save=str(tmp_path / "tuned"))
+    assert "may have been trained" not in capsys.readouterr().out
+    new = {**new, "load": str(tmp_path / "tuned"), "split": "2,7,1"}
+    for train_iters in (0, 1):
+        save = str(tmp_path / f"last{train_iters}")
+        trained(tmp_path, data_path, **{**new, "train_iters": train_iters, "save": save})
+        output = capsys.readouterr().out
+        assert re.search("valid data: .*tuned.*may have been trained", output)
+        assert "test data" not in output
 
 
 def test_a_branch_of_a_run_replaces_its_later_checkpoints(

@@ -14,6 +14,7 @@ from megatron.checkpoint.configuration import (
     checkpoint_config,
     model_differences,
     replaces_positional_method,
+    training_recipe,
 )
 from megatron.checkpoint.directory import STATE_FILE
 from megatron.checkpoint.manifest import find_damage, read_manifest, write_manifest_of_folder
@@ -164,6 +165,37 @@ def test_the_trained_data(tmp_path):
     assert check_trained_data(tmp_path, {first: "1", moved: "1", new: "2"}) == [new]
     for prefix in (first, str(tmp_path / "x" / ".." / "a")):
         assert_rejected(re.escape(prefix), check_trained_data, tmp_path, {prefix: "2"})
+
+
+def test_the_recipe_of_a_training(tmp_path):
+    """It does not depend on the seed, on places, and on how the work is distributed."""
+
+    def recipe(state=None, **keys):
+        saved = {"global_batch": 8, "precision": "fp32", "training": {"data": {"a": "1"}}}
+        torch.save({**saved, **(state or {})}, tmp_path / STATE_FILE)
+        config = Config.from_flat({**settings_of("rpe", "nowhere"), **keys})
+        return training_recipe(tmp_path, config)
+
+    first = recipe()
+    same = (
+        {"seed": 5, "save": "elsewhere", "log_interval": 3, "attention_backend": "sdpa"},
+        {"data_path": "here", "num_workers": 3, "zero_optimization": {"stage": 1}},
+        {"train_micro_batch_size_per_gpu": 1, "state": {"training": {"data": {"b": "1"}}}},
+    )
+    for keys in same:
+        assert recipe(**keys) == first, keys
+    others = (
+        {"optimizer": {"type": "Adam", "params": {"lr": 0.002}}},
+        {"train_iters": 5},
+        {"split": "3,1,0"},
+        {"hidden_dropout": 0.2},
+        {"load": "base", "finetune": True},
+        {"state": {"global_batch": 16}},
+        {"state": {"precision": "bf16"}},
+        {"state": {"training": {"data": {"a": "2"}}}},
+    )
+    recipes = {recipe(**keys) for keys in others}
+    assert len(recipes | {first}) == len(others) + 1
 
 
 # Keys of the model that need no row in OUTPUT_SETTINGS, because they change

@@ -6,6 +6,7 @@ from itertools import product
 
 import pytest
 
+from kerple.positional import registry
 from megatron.config import UserError
 from megatron.data.indexed_dataset import (
     bin_path,
@@ -289,6 +290,55 @@ def test_data_that_were_built_again_are_an_error(manifest, sweep):
     assert not list(
         sweep.runs.rglob("data.json")
     )  # it is not known which data their training started with
+
+
+METHOD = """
+from kerple.positional import Bias, register
+
+
+@register("test_slope")
+class Slope(Bias):
+    def __init__(self, num_heads):
+        super().__init__()
+        self.num_heads = num_heads
+
+    def bias(self, distance):
+        return -0.5 * distance.expand(self.num_heads, *distance.shape)
+"""
+
+
+def test_a_custom_method_that_changed(sweep, monkeypatch):
+    """Its finished runs must not stand beside new ones."""
+    monkeypatch.setattr(registry, "_METHODS", dict(registry._METHODS))
+    path = sweep.folder / "slope.py"
+    path.write_text(METHOD)
+    mine = {"name": "mine", "pos_emb": "test_slope", "pos_emb_module": str(path)}
+    seeds = [{"seed": 7}]
+    sweep(axes={"method": ["alibi.yml", mine], "seed": seeds})
+    seeds.append({"seed": 9})
+    axes = {"method": ["alibi.yml", mine], "seed": seeds}
+    path.write_text(METHOD.replace("0.5", "0.25"))
+    assert_rejected(rf"mine/7.*{path}", sweep, axes=axes)
+    assert not (sweep.runs / "alibi" / "9").exists()
+    path.write_text(METHOD)
+    assert "4 runs" in sweep(axes=axes)
+    path.write_text(METHOD.replace("0.5", "0.25"))
+    shutil.rmtree(sweep.runs / "mine")
+    sweep(axes=axes)
+
+
+def test_data_at_a_relative_path(sweep, tmp_path, monkeypatch):
+    """What counts are the contents that the sweep finds now, wherever it is started."""
+    for name in ("first", "same", "other"):
+        (tmp_path / name).mkdir()
+        write_corpus(tmp_path / name, documents=40 + 10 * (name == "other"))
+    monkeypatch.chdir(tmp_path / "first")
+    keys = {"set": {"data_path": "text_document"}}
+    sweep(**keys)
+    monkeypatch.chdir(tmp_path / "same")
+    sweep(**keys)
+    monkeypatch.chdir(tmp_path / "other")
+    assert_rejected(f"text_document.*{tmp_path}/other", sweep, **keys)
 
 
 def test_a_run_without_a_checkpoint_starts_with_the_new_data(sweep):
