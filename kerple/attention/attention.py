@@ -32,10 +32,12 @@ class Attention(nn.Module):
         NotImplementedError for a backend that does not support the method.
         """
         super().__init__()
+        # What no call could compute is rejected before there are tensors.
         check_hooks(positional)
         check_backend(backend, Requirements.of(positional))
         self.positional = positional
         self.backend = backend
+        # It remembers the backend that it chose for each kind of call.
         self._run = Dispatcher(backend)
 
     def forward(
@@ -76,6 +78,7 @@ class Attention(nn.Module):
         if window is not None or block is not None or not causal:
             span = Span(window, block, causal=causal)
         if isinstance(documents, Tensor):
+            # Ids alone do not know the positions in their documents.
             documents = Documents(documents)
 
         # What the method computes from the states and their lengths, which are checked first. With
@@ -87,7 +90,7 @@ class Attention(nn.Module):
         if tables is None:
             tables = self._tables(query, key, span)
         if rotates:
-            query, key = self._rotated(query, key, documents, causal)
+            query, key = self._rotated(query, key, documents, causal)  # [b, h, s, d], [b, g, t, d]
 
         # The call is validated, and computed by a backend: [b, h, s, v].
         call = AttentionCall(
@@ -118,15 +121,18 @@ class Attention(nn.Module):
         if causal:
             offset = t - s
         if documents is None:
+            # One text: all rows have the same positions, [t] and [s].
             key_positions = torch.arange(t, device="cpu")
             query_positions = torch.arange(offset, offset + s, device="cpu")
             return method.rotate(query, key, query_positions, key_positions)
 
         # The rows have different documents, so each has its own positions.
         check_documents(documents, len(query), s, t, causal)
+        # torch.cat needs at least one row.
         if not len(query):
             return query, key
         positions = documents.positions.cpu()  # [b, t]
+        # Where the queries are among the tokens of a row.
         places = documents.places(slice(offset, t), offset)
         queries = []  # of each row, [1, h, s, d]
         keys = []
@@ -136,7 +142,7 @@ class Attention(nn.Module):
             )
             queries.append(rotated[0])
             keys.append(rotated[1])
-        return torch.cat(queries), torch.cat(keys)
+        return torch.cat(queries), torch.cat(keys)  # [b, h, s, d], [b, g, t, d]
 
     def _tables(self, query: Tensor, key: Tensor, span: Span) -> PositionTables:
         """The method's tables, with the jacobians that speed up the fused backend."""
@@ -148,6 +154,7 @@ class Attention(nn.Module):
         with_jacobians = torch.is_grad_enabled() and not torch.compiler.is_compiling()
         if with_jacobians:
             with_jacobians = runs_fused(self.positional, self.backend, query, query.shape)
+        # With a window or blocks, the tables end at the farthest key that a query sees.
         return position_tables(
             self.positional,
             span.max_kv_len(longest),
@@ -202,6 +209,8 @@ def attend(
     Raises ValueError for arguments that do not fit together or an unknown backend, and
     NotImplementedError for a backend that does not support the call.
     """
+    # The caller's tables are all that is known of positions: there is no method, so nothing is
+    # rotated.
     documents = None
     if document_ids is not None:
         documents = Documents(document_ids)
@@ -237,10 +246,14 @@ def check_hooks(positional: PositionalMethod | None) -> None:
         )
     name = type(positional).__name__
     hooks = positional.hooks
+    # `modify_scores` returns the scores as they enter the softmax, so there is no place for the
+    # other hooks.
     if "modify_scores" in hooks and hooks & {"bias", "weight", "decay", "scale_qk"}:
         raise ValueError(
             f"{name} defines modify_scores, so it must not define bias, weight, decay or scale_qk "
             "too; compute the final scores in modify_scores, and scale queries and keys in rotate"
         )
+    # Most backends compute a decay with additional dimensions of query and key, whose products a
+    # weight would multiply.
     if "decay" in hooks and "weight" in hooks:
         raise ValueError(f"{name} defines decay, so it must not define weight too")

@@ -117,6 +117,7 @@ class Backend:
     def compute(self, call: AttentionCall) -> Tensor:
         """Run a validated call that the backend supports."""
         device = call.query.device
+        # Once, for every backend.
         if torch.is_autocast_enabled(device.type):
             with without_autocast(device):
                 return self.compute(call)
@@ -138,6 +139,8 @@ class Backend:
             query = query.float()
             key = key.float()
             value = value.float()
+
+        # The bias c_i - c_j is the product of additional dimensions, which the result loses again.
         query, key, value = append_decay(query, key, value, sums, call.scale)
         part = replace(call, query=query, key=key, value=value, decay_sums=None)
         context = self.run(part)  # [b, h, s, v + extra]
@@ -145,6 +148,7 @@ class Backend:
 
     def unsupported_reason(self, requirements: Requirements) -> str | None:
         """Why this backend cannot run such a call, as the rest of a sentence; None if it can."""
+        # What the backend does not compute at all.
         if not requirements.causal and not self.noncausal:
             return "computes only causal attention"
         if requirements.weight and not self.weight:

@@ -152,10 +152,13 @@ class AttentionCall:
         and keys, whose mask is causal or a window. False in compiled code, because it waits for the
         ids.
         """
+        # Nothing to pack, or its ids cannot be read.
         if torch.compiler.is_compiling() or self.documents is None:
             return False
+        # The kernels compute neither blocks, nor keys after the query, nor a method's own scores.
         if not self.span.causal or self.span.block is not None or "modify_scores" in self.hooks:
             return False
+        # Each document must be one range, with a query for each key.
         return self.q_len == self.kv_len and self.documents.ranges is not None
 
     @property
@@ -181,6 +184,7 @@ class AttentionCall:
         tables = self.tables
         query = self.query
         span = self.span
+        # Of a jacobian, only the number of coefficients and its dense part matter to the kernels.
         directions = []
         for jacobian in (tables.bias_jacobian, tables.weight_jacobian):
             if jacobian is not None:
@@ -234,6 +238,7 @@ class AttentionCall:
         if self.documents is None:
             window = self.span.window
             first = self.span.first_key(queries.start)
+        # Up to the last of the queries; otherwise, as far after it as the window reaches.
         if self.span.causal:
             return slice(first, queries.stop)
         if window is None:
@@ -250,7 +255,7 @@ class AttentionCall:
             positions = self.documents.positions
             places = self.documents.places(queries, self.offset)
             mask = self.span.mask_pairs(positions[:, places, None], positions[:, None, keys])
-            is_other = ids[:, places, None] != ids[:, None, keys]
+            is_other = ids[:, places, None] != ids[:, None, keys]  # [b, c, l]
             mask = (mask | is_other)[:, None]  # [b, 1, c, l]
         if self.key_mask is None:
             return mask
@@ -267,8 +272,8 @@ class AttentionCall:
         else:
             positions = self.documents.positions
             places = self.documents.places(queries, self.offset)
-            query = positions[:, places, None]
-            key = positions[:, None, keys]
+            query = positions[:, places, None]  # [b, c, 1]
+            key = positions[:, None, keys]  # [b, 1, l]
         farthest = self.max_kv_len - 1
         nearest = -farthest
         if self.span.causal:
@@ -282,8 +287,11 @@ class AttentionCall:
 
         Every layer of every step calls this, so valid arguments cost a few comparisons.
         """
+        # The states, masks and positions.
         check_shapes(self.query, self.key, self.value)
         check_states(self)
+
+        # What the positional method adds to them.
         tables = self.tables
         if not isinstance(tables, PositionTables):
             raise ValueError(
@@ -446,6 +454,7 @@ def check_tables(call: AttentionCall) -> None:
         ("weight", tables.weight, tables.weight_jacobian),
     ):
         # A row per head and a column per distance; with causal=False, there may be two halves.
+        # A transposed query and a bias per pair are common mistakes, so their errors say so.
         if table is not None:
             shape = table.shape
             fits = len(shape) == 2 or (len(shape) == 3 and shape[0] == 2 and not call.span.causal)

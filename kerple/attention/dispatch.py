@@ -48,6 +48,7 @@ class Dispatcher:
         NotImplementedError for a backend that does not support the call.
         """
         call.validate()
+        # The usual call: one kind, one backend.
         if call.documents is None and call.span.block is None and "scale_qk" not in call.hooks:
             return BACKENDS[self._choice(call)].compute(call)
 
@@ -80,6 +81,9 @@ class Dispatcher:
         return chosen
 
 
+# -- the checks of a choice ------------------------------------------------------------------------
+
+
 def run(call: AttentionCall, backend: str = "auto") -> Tensor:
     """Validate and compute one call; see `Dispatcher`."""
     return Dispatcher(backend)(call)
@@ -90,6 +94,7 @@ def checked_choice(call: AttentionCall, backend: str) -> str:
     requirements = Requirements.of_call(call)
     chosen = choose(call, requirements, backend)
     check_backend(chosen, requirements)
+    # Only the fused kernels depend on a compiler and a driver, so only they are checked.
     if chosen != "fused":
         return chosen
     verdict = check_fused(call)
@@ -124,6 +129,7 @@ def check_backend(backend: str, requirements: Requirements) -> None:
         raise ValueError(
             f"attention-backend {backend!r} is unknown; choose one of {', '.join(backend_names())}"
         )
+    # A backend that was asked for is never replaced silently.
     reason = unsupported_reason(backend, requirements)
     if reason is not None:
         supported = [name for name in BACKENDS if unsupported_reason(name, requirements) is None]
@@ -140,7 +146,7 @@ def unsupported_reason(backend: str, requirements: Requirements) -> str | None:
     return reason
 
 
-# -- what `auto` chooses --------------------------------------------------------------------------
+# -- what `auto` chooses ---------------------------------------------------------------------------
 
 
 def choose(call: AttentionCall, requirements: Requirements, backend: str) -> str:
@@ -161,11 +167,14 @@ def fastest_backend(requirements: Requirements, q_len: int, *, tables: bool, pla
 
     tables: the call has a bias or weight table. plain: see `AttentionCall.is_plain`.
     """
+    # Only two backends compute such scores, and `reference` keeps all of them in memory.
     if requirements.modify_scores:
         return "chunked"
+    # Plain attention without positions in its scores is what SDPA is for.
     needs_fused = tables or requirements.decay or not plain
     if needs_fused and fused_is_fastest(requirements, q_len):
         return "fused"
+    # SDPA would need the biases of all pairs in memory.
     on_cpu = requirements.device is not None and requirements.device.type == "cpu"
     if tables or (on_cpu and not plain):
         return "chunked"

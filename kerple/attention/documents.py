@@ -45,6 +45,7 @@ class Documents:
             raise ValueError(
                 f"document_ids must be integers [b, t], not {ids.dtype} {list(ids.shape)}"
             )
+        # Positions that begin at 0 follow from the ids; given ones may continue a text.
         self.ids = ids.long()
         self._from_zero = positions is None
         self.queries = queries
@@ -103,6 +104,7 @@ class Documents:
         """The places of queries, the first of which would be at `offset` in the last tokens."""
         if self.queries is None:
             return queries
+        # Queries that are not the last tokens have their own list of places.
         return self.queries[queries.start - offset : queries.stop - offset]
 
     @cached_property
@@ -179,6 +181,7 @@ def document_positions(document_ids: Tensor) -> Tensor:
     begins = torch.ones_like(ids, dtype=torch.bool)
     begins[:, 1:] = ids[:, 1:] != ids[:, :-1]
     first = index.masked_fill(~begins, 0).cummax(dim=1).values
+    # Back in the order of the row.
     return torch.empty_like(order).scatter_(1, order, index - first)
 
 
@@ -188,5 +191,6 @@ def ids_of_sequences(cu_seqlens: Tensor) -> Tensor:
 
     cu_seqlens: `[n + 1]`, 0 and the end of each sequence; the last end is t.
     """
+    # The number of a sequence, as often as it has tokens.
     lengths = cu_seqlens.diff().long()
     return torch.arange(len(lengths), device=lengths.device).repeat_interleave(lengths)[None]

@@ -36,8 +36,10 @@ def run(call: AttentionCall, compute: Run, *, masks_documents: bool | None = Non
         if call.q_len < call.kv_len or not call.documents.fill_rows:
             return run_documents(call, call.documents, partial(run, compute=compute))
         call = replace(call, documents=None)
+    # xPos: segments whose scales stay finite.
     if call.method is not None and scales:
         return run_scaled(call, call.method, partial(run, compute=compute))
+    # Blocks. Those of a method that computes the scores are masked instead: it reads positions.
     if call.span.block is not None and call.modify_scores is None:
         if call.kv_len > 2 * call.span.block:
             return run_blocks(call, call.span.block, compute)
@@ -69,14 +71,17 @@ def run_blocks(call: AttentionCall, block: int, run: Run) -> Tensor:
     contexts = []
     first = offset
     while first < end:
+        # As many complete blocks as one call holds, or the rest of a block.
         number = first // block
         first_key = call.span.first_key(first)
+        # The first block of the text has no previous one, so its keys have another shape.
         complete = 0
         if number and first % block == 0:
             complete = min(most, (end - first) // block)
         last = min((number + 1) * block, end)
         if complete:
             last = first + complete * block
+        # Within its keys, a block of queries is an ordinary causal call.
         part = call.part(slice(first - offset, last - offset), slice(first_key, last))
         part = replace(part, span=FULL)
         if complete > 1:
@@ -104,7 +109,7 @@ def _stacked(part: AttentionCall, block: int) -> AttentionCall:
     if sums is not None:
         sums = _stack_blocks(sums[..., None], 2 * block, block)[..., 0]
     if key_mask is not None:
-        key_mask = key_mask.unfold(1, 2 * block, block).flatten(0, 1)
+        key_mask = key_mask.unfold(1, 2 * block, block).flatten(0, 1)  # [b n, 2 B]
     return replace(
         part,
         query=_stack_blocks(part.query, block, block),

@@ -39,10 +39,13 @@ class Span:
     causal: bool = True
 
     def __post_init__(self) -> None:
+        # One limit at most.
         if self.window is not None and self.block is not None:
             raise ValueError(
                 f"window ({self.window}) and block ({self.block}) are both set; use one of them"
             )
+        # Sizes that are integers, and large enough. A SymInt is a length that torch.compile does
+        # not know.
         for name, size in (("window", self.window), ("block", self.block), ("sinks", self.sinks)):
             if size is not None and not isinstance(size, Integral | torch.SymInt):
                 raise ValueError(f"{name} must be an integer, not {size!r}")
@@ -78,7 +81,7 @@ class Span:
         elementwise for a tensor.
         """
         if self.block is not None:
-            first = (position // self.block - 1) * self.block
+            first = (position // self.block - 1) * self.block  # the previous block's start
         elif self.window is not None:
             first = position - self.window + 1
         else:
@@ -105,6 +108,7 @@ class Span:
     def mask_pairs(self, query: Tensor, key: Tensor) -> Tensor:
         """Whether keys are masked, for positions that can be broadcast to each other."""
         if not self.causal:
+            # A window on both sides, or every key.
             distance = (query - key).abs_()
             if self.window is None:
                 return torch.zeros_like(distance, dtype=torch.bool)

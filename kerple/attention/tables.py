@@ -133,6 +133,7 @@ def tables(
     """
     if not method.hooks & {"bias", "weight"}:
         return None, None
+    # The distances [n], as the method sees them.
     distance = torch.arange(first, length, dtype=torch.float32, device=device)
     if distance_map is not None:
         distance = distance_map(distance)
@@ -145,6 +146,7 @@ def tables(
         if name not in method.hooks:
             values.append(None)
             continue
+        # In float32, at all distances at once.
         hook: Callable[[Tensor], Tensor] = getattr(method, name)
         table = hook(distance)  # [h, n]
         if method.signed and not causal:
@@ -190,6 +192,7 @@ def score_table(
     distance_map: replaces the distances. `length` must then be the length of the text, even with a
     window (see `PositionalMethod.mapped_table`), unless the method is `shift_invariant`.
     """
+    # One table serves both directions, unless the method tells them apart.
     distance = torch.arange(first, length, dtype=torch.float32, device=device)
     if causal or not method.signed:
         if distance_map is None:
@@ -209,8 +212,10 @@ def lookup(table: Tensor, distance: Tensor) -> Tensor:
     `[b, h, c, l]`. The distances of keys after the query are negative; a table `[2, h, n]` has its
     own half for them.
     """
+    # With documents, each row has its own distances.
     has_batch = distance.dim() == 3
     if table.dim() == 3:
+        # A half for each direction: both are looked up, and each pair takes its own.
         before = lookup(table[0], distance)
         after = lookup(table[1], distance)
         follows = distance < 0

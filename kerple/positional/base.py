@@ -179,6 +179,7 @@ class PositionalMethod(nn.Module):
 
     def __init_subclass__(cls, **arguments: Any) -> None:
         super().__init_subclass__(**arguments)
+        # Errors that would otherwise show up far from the class, or not at all.
         for name in REPLACED:
             if name in vars(cls):
                 raise TypeError(
@@ -196,6 +197,7 @@ class PositionalMethod(nn.Module):
         hooks = set()
         for name in HOOKS:
             hook = getattr(cls, name, None)
+            # `embed` and `rotate` have a default, which is no hook.
             if callable(hook) and hook is not getattr(PositionalMethod, name, None):
                 hooks.add(name)
         cls.hooks = frozenset(hooks)
@@ -204,6 +206,8 @@ class PositionalMethod(nn.Module):
         # function.
         for name, jacobian in (("bias", "bias_jacobian"), ("weight", "weight_jacobian")):
             for base in cls.__mro__:
+                # Whichever comes first in the order of inheritance: a jacobian that fits, or a
+                # table without.
                 if jacobian in vars(base):
                     break
                 if name in vars(base):
@@ -226,6 +230,8 @@ class PositionalMethod(nn.Module):
                 )
         return super().named_parameters(prefix, recurse, remove_duplicate)
 
+    # -- the hooks with a default ------------------------------------------------------------------
+
     def embed(self, hidden: Tensor, positions: Tensor) -> Tensor:
         """Add position embeddings to hidden `[b, s, e]`; positions `[s]`."""
         return hidden
@@ -237,6 +243,8 @@ class PositionalMethod(nn.Module):
         the dtypes stay.
         """
         return query, key
+
+    # -- what attention and inference modes ask for, beside the hooks ------------------------------
 
     def stretched(self, factor: float) -> "PositionalMethod | None":
         """A method whose `rotate` has the base of NTK-aware scaling (see `ntk_base`), and is
@@ -272,7 +280,7 @@ class PositionalMethod(nn.Module):
             key_positions=torch.cat((chunk.key_positions, following)),
             mask=F.pad(chunk.mask, (0, self.lookahead), value=True),
         )
-        return self.modify_scores(longer)[..., : -self.lookahead]
+        return self.modify_scores(longer)[..., : -self.lookahead]  # [b, h, c, l]
 
     def bias_jacobian(self, distance: Tensor) -> TableJacobian | None:
         """The bias's derivatives at the float32 distances `[n]`, which speed up training with fused
@@ -285,6 +293,8 @@ class PositionalMethod(nn.Module):
     def weight_jacobian(self, distance: Tensor) -> TableJacobian | None:
         """Like `bias_jacobian`, for the weight."""
         return None
+
+    # -- training and evaluation -------------------------------------------------------------------
 
     def begin_step(self, step: int, seed: int = 0, length: int | None = None) -> None:
         """Called before each training step, with the run's seed and the length of its sequences in
@@ -329,6 +339,8 @@ class PositionalMethod(nn.Module):
         return torch.where(below.any(dim=1), first, limit)
 
     @classmethod
+    # -- options, and how a method is built from them ----------------------------------------------
+
     def _arguments(cls) -> dict[str, inspect.Parameter]:
         """The constructor's arguments, without *args and **kwargs."""
         named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
@@ -340,6 +352,7 @@ class PositionalMethod(nn.Module):
     @classmethod
     def default_options(cls) -> dict[str, Any]:
         """Option -> default value, for the options that have one."""
+        # The sizes of the model are no options.
         sizes = [field.name for field in fields(ModelShape)]
         options = {}
         for name, argument in cls._arguments().items():
@@ -386,6 +399,7 @@ class PositionalMethod(nn.Module):
         options |= {name: getattr(shape, name) for name in sizes & arguments}
         for name, value in wrapping.items():
             if value is not None:
+                # It builds the method, and gets the options of the other wrappers, too.
                 return WRAPPERS[name](cls, options, shape, wrapping)
         return cls(**options)
 
@@ -394,6 +408,9 @@ class PositionalMethod(nn.Module):
 # such options) that builds the method with it. Modules that change any method, such as
 # `wrappers.py`, add their options.
 WRAPPERS: dict[str, Callable[..., PositionalMethod]] = {}
+
+
+# -- the small base classes ------------------------------------------------------------------------
 
 
 class Bias(PositionalMethod):
@@ -437,6 +454,9 @@ class ScoreModifier(PositionalMethod):
         Attention calls this through `final_scores`, for arbitrary chunks of the queries, and again
         in the backward pass. The result for a query must not depend on the chunk.
         """
+
+
+# -- parameters of methods -------------------------------------------------------------------------
 
 
 def bounded(parameter: Tensor, low: float, high: float | None = None) -> Tensor:

@@ -97,9 +97,10 @@ class Adaptive(ScoreModifier):
         self.num_heads = num_heads
         self.variant = variant
         self.static = static
+        # The MLP, and what it reads for each pair: the scores, or scores and biases.
         inputs = num_heads
         if static is not None and variant != "Add_Residual":
-            inputs = 2 * num_heads  # scores and biases
+            inputs = 2 * num_heads
         self.first = MLPLayer(inputs, mlp_width, *kernel)
         self.second = MLPLayer(mlp_width, num_heads, *kernel)
         self.reset_parameters()
@@ -145,6 +146,7 @@ class Adaptive(ScoreModifier):
             after = None
             hidden_mask = self.hidden_mask(chunk.mask, *positions)
         bias = None
+        # FIRE's bias also depends on the query's position, so it is computed for each pair.
         if isinstance(self.static, Fire):
             bias = self.static.pair_bias(*positions, chunk.scores, chunk.table, chunk.causal)
         elif chunk.table is not None:
@@ -184,12 +186,16 @@ class Adaptive(ScoreModifier):
         return self.static.statistics()
 
 
+# -- version 1 -------------------------------------------------------------------------------------
+
+
 class DapePerPair(Adaptive):
     """Version 1: f processes each query-key pair on its own."""
 
     per_pair = True
 
     def apply_weight(self, weight: Tensor, states: Tensor, mask: Tensor) -> Tensor:
+        # Scores [b, i, c, l], or the static bias [i, c, l].
         if states.dim() == 4:
             # `@` would copy the states to merge the batch into one product.
             products = torch.bmm(weight.expand(len(states), -1, -1), states.flatten(2))
@@ -261,6 +267,9 @@ class DapeRotary(Rotation, DapePerPair):
         self.angles = Rotary(head_size, fraction=fraction, base=base).angles
 
 
+# -- version 2 -------------------------------------------------------------------------------------
+
+
 class DapeConvolution(Adaptive):
     """Version 2: f processes the pairs of a query with neighboring keys together."""
 
@@ -280,6 +289,7 @@ class DapeConvolution(Adaptive):
         self.lookahead = kernel_size // 2
 
     def apply_weight(self, weight: Tensor, states: Tensor, mask: Tensor) -> Tensor:
+        # Along the keys only: the kernel has a height of 1.
         return F.conv2d(states.masked_fill(mask, 0.0), weight, padding=(0, weight.shape[-1] // 2))
 
     def hidden_mask(self, mask: Tensor, query_positions: Tensor, key_positions: Tensor) -> Tensor:

@@ -145,6 +145,7 @@ class Angles:
             raise ValueError(f"base {base}: the base of the wavelengths must be a number above 1")
         self.dtype = dtype
         self.frequencies = tuple(frequencies)
+        # Given frequencies replace those of the base.
         self._frequencies_on = DeviceConstant(frequencies, dtype)
         self.scale = scale
         self._cache = LatestResults()
@@ -200,14 +201,16 @@ def by_distance(
             "the positions are not consecutive, so their distances form no diagonals: use by_pair"
         )
     # The distances in the table, from the farthest on, and zeros for those outside of it.
-    farthest = int(query_positions[-1] - key_positions[0])
+    farthest = int(query_positions[-1] - key_positions[0])  # may be beyond the table
     nearest = farthest - (len(query_positions) + len(key_positions) - 2)
     last = table.shape[-1] - 1
     values = table[..., max(0, nearest) : min(farthest, last) + 1].flip(-1)
     following = max(0, -nearest)
+    # Then the keys after the query, at the distances 1, 2 and so on.
     if after is not None:
         values = torch.cat((values, after[..., 1 : following + 1]), dim=-1)
         following = max(0, following - last)
+    # Zeros on both sides complete the c + l - 1 diagonals.
     return F.pad(values, (max(0, farthest - max(last, nearest - 1)), following))
 
 
@@ -221,6 +224,7 @@ def by_pair(
     this gives gradients that are summed in a fixed order.
     """
     if not (consecutive(query_positions) and consecutive(key_positions)):
+        # Not consecutive: a lookup for each pair.
         distance = (query_positions[:, None] - key_positions).to(table.device)  # [c, l]
         values = table[..., distance.clamp(min=0)]
         if after is None:

@@ -47,6 +47,7 @@ class Kerple(Bias):
     other values.
     """
 
+    # The methods at the end of this file set these.
     bias_terms: Terms = ()
     weight_terms: Terms = ()
 
@@ -57,6 +58,7 @@ class Kerple(Bias):
         if parameters not in SHARING:
             raise ValueError(f"parameters {parameters!r} must be one of {', '.join(SHARING)}")
         self.shared = parameters == "shared"
+        # This class defines both hooks; attention asks for those that have a term.
         if not self.bias_terms:
             self.hooks -= {"bias"}
         if not self.weight_terms:
@@ -69,6 +71,7 @@ class Kerple(Bias):
         for prefix, term in (*self.bias_terms, *self.weight_terms):
             for name, scalar in KERNELS[term.kernel].scalars.items():
                 self.scalars[prefix + name] = scalar
+        # The bound of exponents: an option without an effect is an error.
         has_exponent = any(scalar.exponent for scalar in self.scalars.values())
         if highest_exponent is not None and not has_exponent:
             raise ValueError(
@@ -91,11 +94,13 @@ class Kerple(Bias):
         self.reset_parameters()
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
+        # Uniform from 0, as in the authors' code, but no exponent starts above its bound.
         for name, scalar in self.scalars.items():
             high = scalar.init_max
             if scalar.exponent:
                 high = min(high, self.highest_exponent)
             draw(self.get_parameter(name), "uniform", 0.0, high, generator)
+        # Draws below the lower bound are raised to it.
         project(self)
 
     def bounds(self) -> dict[str, tuple[float, float | None]]:
@@ -106,6 +111,8 @@ class Kerple(Bias):
         if self.scalars[name].exponent:
             return self.highest_exponent
         return None
+
+    # -- the hooks and their derivatives -----------------------------------------------------------
 
     def bias(self, distance: Tensor) -> Tensor:
         """The sum of the bias terms; zero if there are none."""
@@ -121,6 +128,8 @@ class Kerple(Bias):
     def weight_jacobian(self, distance: Tensor) -> TableJacobian | None:
         return self._jacobian(self.weight_terms, distance, torch.exp)
 
+    # -- the scalars -------------------------------------------------------------------------------
+
     def scalar(self, name: str) -> Tensor:
         """A parameter clamped to its bounds: float32 `[h]`."""
         parameter: Tensor = getattr(self, name)
@@ -129,10 +138,13 @@ class Kerple(Bias):
     def statistics(self) -> dict[str, Tensor]:
         return {name: self.scalar(name).detach() for name in self.scalars}
 
+    # -- sums of kernels ---------------------------------------------------------------------------
+
     def _sum(self, terms: Terms, distance: Tensor, scalar: Callable[[str], Tensor]) -> Tensor:
         """The sum of the terms, `[h, *distance.shape]`; `scalar` maps a parameter's name to its
         values `[h]`.
         """
+        # Each term: its kernel at all distances, times its factor.
         distance = distance.float()
         values = []
         for prefix, (kernel_name, factor) in terms:
@@ -141,7 +153,7 @@ class Kerple(Bias):
             columns = []
             for name in kernel.scalars:
                 columns.append(scalar(prefix + name).reshape(-1, *[1] * distance.dim()))
-            value = kernel.value(distance, *columns)
+            value = kernel.value(distance, *columns)  # [h, *distance.shape]
             if factor != 1.0:
                 value = factor * value
             values.append(value)
@@ -164,6 +176,7 @@ class Kerple(Bias):
             return None
         coefficients = torch.stack([self.scalar(name) for name in names], dim=1)  # [h, p]
 
+        # The table [h, n] as a function of the coefficients alone.
         def table(values: Tensor) -> Tensor:
             columns = dict(zip(names, values.unbind(1), strict=True))
             return outer(self._sum(terms, distance, columns.__getitem__))
@@ -178,6 +191,9 @@ class Kerple(Bias):
             derivatives = torch.func.jvp(table, (values,), (tangent.expand_as(values),))
             directions.append(derivatives[1])  # [h, n]
         return TableJacobian(coefficients, torch.stack(directions, dim=1))
+
+
+# -- the methods of the paper, with one or two terms -----------------------------------------------
 
 
 @register("kerple_log")
@@ -237,6 +253,9 @@ class KerpleBiasWeight(Kerple):
     weight_terms = (("wei_", Term("power")),)
 
 
+# -- any sum of kernels ----------------------------------------------------------------------------
+
+
 @register("kerple")
 class KerpleSum(Kerple):
     """Bias: a sum of kernels; weight: the exponential of another. Both are expressions such as "log
@@ -258,6 +277,7 @@ class KerpleSum(Kerple):
             raise ValueError("kerple needs an expression: set the option bias, or weight, or both")
         self.bias_terms = _numbered("bias", bias)
         self.weight_terms = _numbered("wei", weight)
+        # The base class makes parameters of the terms, so these come first.
         super().__init__(num_heads, parameters, highest_exponent)
 
 
@@ -269,6 +289,9 @@ def _numbered(prefix: str, expression: str | None) -> Terms:
     for number, term in enumerate(parse_sum(expression), start=1):
         terms.append((f"{prefix}_{number}_{term.kernel}_", term))
     return tuple(terms)
+
+
+# -- with rotary queries and keys ------------------------------------------------------------------
 
 
 @register("kerple_log_rotary")
@@ -287,4 +310,5 @@ class KerpleLogRotary(Rotation, KerpleLog):
         base: float = 10_000.0,
     ):
         super().__init__(num_heads, parameters)
+        # `Rotary` checks head size and fraction, and is not kept: angles have no parameters.
         self.angles = Rotary(head_size, fraction=fraction, base=base).angles

@@ -99,13 +99,14 @@ class Rotation(PositionalMethod):
     ) -> tuple[Tensor, Tensor]:
         angles = self.angles_at(query_positions)
         return (
-            self.turn(query, *angles(query_positions, query.device)),
-            self.turn(key, *angles(key_positions, key.device)),
+            self.turn(query, *angles(query_positions, query.device)),  # [b, h, s, d]
+            self.turn(key, *angles(key_positions, key.device)),  # [b, g, t, d]
         )
 
     def stretched(self, factor: float) -> PositionalMethod | None:
         if self.angles.size <= 2:
             return None
+        # A shallow copy: it shares the parameters, and only its angles differ.
         method = copy.copy(self)
         method.angles = self.angles.stretched(factor)
         return method
@@ -121,6 +122,7 @@ class _HalfSplit(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, states: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
         ctx.save_for_backward(cosine, sine)
+        # Computed in float32 at least, and rounded once.
         half = cosine.shape[-1]
         exact = states.to(torch.promote_types(states.dtype, torch.float32))
         rotated = torch.empty(states.shape, dtype=exact.dtype, device=states.device)
@@ -129,6 +131,7 @@ class _HalfSplit(torch.autograd.Function):
         # On a CPU, writing into the result takes a third of the time of adding two products.
         torch.mul(first, cosine, out=rotated[..., :half]).addcmul_(second, sine, value=-1)
         torch.mul(second, cosine, out=rotated[..., half : 2 * half]).addcmul_(first, sine)
+        # Dimensions that are not rotated (`fraction`).
         rotated[..., 2 * half :] = exact[..., 2 * half :]
         return rotated.to(states.dtype)
 
@@ -173,6 +176,7 @@ class Rotary(Rotation):
         high_freq_factor: float | None = None,
     ):
         super().__init__()
+        # The dimensions that are rotated, in pairs.
         self.rotated = int(head_size * fraction)
         if not 0 < self.rotated <= head_size or self.rotated % 2:
             raise ValueError(
@@ -193,6 +197,7 @@ class Rotary(Rotation):
                 "high_freq_factor": high_freq_factor,
             },
         )
+        # What the scaling needs beside its factor.
         if trained_length is None:
             trained_length = max_positions
         length = trained_length or 0
@@ -343,6 +348,7 @@ def llama3_frequencies(
         )
     mixed = []
     for frequency in default_frequencies(size, base):
+        # 1 from `high_turns` on, 0 up to `low_turns`.
         turns = trained_length * frequency / (2 * math.pi)
         kept = min(max((turns - low_turns) / (high_turns - low_turns), 0.0), 1.0)
         mixed.append(frequency * kept + frequency / factor * (1 - kept))
@@ -360,6 +366,7 @@ class PRope(Rotary):
 
     def __init__(self, head_size: int, p: float = 0.75, base: float = 10_000.0):
         super().__init__(head_size, base=base)
+        # A frequency of zero turns its pair by no angle.
         kept = int(p * head_size / 2)
         if not (0 < p <= 1 and kept):
             raise ValueError(
@@ -398,6 +405,7 @@ class XPos(Rotation):
         return int(SEGMENT * self.scale_base)
 
     def turn(self, states: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+        # Adjacent dimensions are a pair, unlike in the half-split layout.
         even, odd = states.unflatten(-1, (-1, 2)).unbind(-1)  # [b, h, s, d/2]
         rotated = torch.stack((even * cosine - odd * sine, odd * cosine + even * sine), dim=-1)
         return rotated.flatten(-2).to(states.dtype)
@@ -420,6 +428,7 @@ class XPos(Rotation):
         middle = (queries[0] + queries[-1]).double() / 2
         both = []
         for positions, sign in ((queries, 1), (keys, -1)):
+            # zeta to the power of the distance to the middle, in units of scale_base.
             offsets = sign * (positions_on(positions, device, torch.float64) - middle)
             powers = (offsets[:, None] * log_zeta).exp()  # [s or t, d/2]
             powers = torch.threshold(powers, MIN_FACTOR, 0.0)

@@ -77,6 +77,7 @@ class RandomPositions:
     def training_positions(self, count: int, step: int, seed: int) -> Tensor:
         """The sample of a training step of a run with this seed: int64 `[count]`."""
         self.check(count)
+        # A seed of its own for each step and run; 56 bits, since torch's seeds have a sign.
         digest = hashlib.sha256(f"{self.seed} {seed} {step}".encode()).digest()
         return _sample(self.range, count, int.from_bytes(digest[:7], "big"))
 
@@ -102,6 +103,7 @@ class RandomPositions:
 @functools.lru_cache(maxsize=4)
 def _sample(high: int, count: int, seed: int) -> Tensor:
     """`count` of the positions below `high`, in ascending order, int64 on the CPU."""
+    # The cached sample may be used in training later.
     with torch.inference_mode(False):
         generator = torch.Generator().manual_seed(seed)
         positions = torch.randperm(high, generator=generator, device="cpu")[:count]
@@ -155,6 +157,7 @@ class Randomized(PositionalMethod):
         self.text_length = length
 
     def embed(self, hidden: Tensor, positions: Tensor) -> Tensor:
+        # The method's own hook, which comes after this class in the order of inheritance.
         return super().embed(hidden, self.sampled(positions))
 
     def rotate(
@@ -194,6 +197,7 @@ class Randomized(PositionalMethod):
         distances = torch.arange(self.random.range, dtype=torch.float32, device=distance.device)
         if "modify_scores" in self.plain.hooks:
             return super().table(distances)
+        # A plain bias and weight become the table of `modify_scores`.
         values = [getattr(self, name)(distances) for name in self.table_hooks]
         if not values:
             return None

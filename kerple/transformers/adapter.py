@@ -90,12 +90,14 @@ def use_positional(
         delattr(model.config, MODULE)
     if method is None:
         return
+    # A configuration tells attention which model calls it, so two models cannot share one.
     for module in model.modules():
         if isinstance(module, PreTrainedModel) and attention_of(module.config):
             raise ValueError(
                 f"the configuration of {type(module).__name__} belongs to another model too, which "
                 "has a method; build the models with configurations of their own (copy.deepcopy)"
             )
+    # What there was before, to be restored after an error or by None.
     parts = [each for each in model.modules() if isinstance(each, PreTrainedModel)]
     state = _State([(part.config, part.config._attn_implementation) for part in parts])
     try:
@@ -180,6 +182,8 @@ def load_positional(model: PreTrainedModel, folder: str | Path) -> PreTrainedMod
         layers=description["layers"],
         **description["options"],
     )
+
+    # The parameters fit only a model with the same heads, and as many layers.
     found = _state_of(model).description
     for name in ("num_layers", "num_heads", "head_size"):
         if found[name] != description[name]:
@@ -284,6 +288,7 @@ def _read_adapter(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     except ValueError as error:
         raise ValueError(f"{folder / DESCRIPTION}: is damaged ({error})") from error
     _check_keys(description, str(folder / DESCRIPTION), IN_DESCRIPTION)
+    # Weights and description are two files, which must be of the same call.
     data = (folder / WEIGHTS).read_bytes()
     if hashlib.sha256(data).hexdigest() != description["sha256"]:
         raise ValueError(

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 
-from kerple.attention import Attention, Documents, position_tables
+from kerple.attention import Attention, Documents, Span, position_tables
 from kerple.attention.tables import PositionTables
 
 # id of a model's configuration -> the configuration, and the attention of the layers, which share
@@ -241,14 +241,9 @@ def dense_mask(visible: Visible, device: torch.device, is_cross: bool) -> Tensor
             mask = (documents.ids >= 0)[:, None, None]
         return mask
 
-    places = torch.arange(t, device=device)
-    distance = places[-s:, None] - places
-    mask = torch.ones_like(distance, dtype=torch.bool)
-    if visible.causal:
-        mask = distance >= 0
-    if visible.window is not None:
-        mask = mask & (distance.abs() < visible.window)
-    mask = mask[None, None]
+    # The queries are the last s positions.
+    span = Span(visible.window, causal=visible.causal)
+    mask = ~span.mask(slice(t - s, t), slice(0, t), device)[None, None]  # [1, 1, s, t]
     if documents is not None:
         same = documents.ids[:, -s:, None] == documents.ids[:, None]
         mask = mask & same[:, None]

@@ -1,6 +1,5 @@
 """Loading a checkpoint into a training run: weights only (finetune), or everything (resume)."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -47,9 +46,7 @@ from megatron.config.schema.output import CheckpointConfig
 from megatron.model.settings import Layout, ModelSettings
 from megatron.optimizers.registry import OPTIMIZERS, optimizer_setting
 from megatron.tokenizer.tokenizer import padded_vocab_size
-from megatron.utils.ranks import run_on_all_ranks, run_on_rank_0
-
-Report = Callable[[str], None]
+from megatron.utils.ranks import Report, run_on_all_ranks, run_on_rank_0
 
 # A vocabulary that is padded for at most this tensor-parallel size is that of the configured
 # tokenizer.

@@ -14,7 +14,7 @@ disk:
 import json
 import os
 import shutil
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from fnmatch import fnmatch
 from pathlib import Path
@@ -47,7 +47,7 @@ from megatron.checkpoint.storage import CheckpointError, FileRecord, file_record
 from megatron.config import Config
 from megatron.utils.errors import UserError, first_line
 from megatron.utils.files import sync_folder, write_atomically
-from megatron.utils.ranks import run_on_rank_0
+from megatron.utils.ranks import Report, run_on_rank_0
 from megatron.utils.secrets import without_secrets
 
 # File name -> record, and the error of this rank.
@@ -61,7 +61,7 @@ class Checkpointer:
         self,
         engine: TrainingEngine,
         config: Config,
-        report: Callable[[str], None],
+        report: Report,
         first_lineage: Collection[int] | None = (),
     ):
         """`report` prints a line on rank 0. first_lineage: `lineage` of `check_replaced`."""

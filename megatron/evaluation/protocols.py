@@ -100,6 +100,7 @@ class NonOverlapping(Protocol):
         limit = available - 1
         if token_budget is not None:
             limit = min(limit, token_budget)
+        # A segment of each length must fit, and so must a piece that all lengths divide.
         longest, common = max(lengths), math.lcm(*lengths)
         if longest > limit:
             if longest <= available - 1:
@@ -218,8 +219,10 @@ _SIZED = re.compile(r"([a-z-]+)@([1-9][0-9]{0,11})")
 def parse_protocol(name: str) -> Protocol:
     """The protocol with this name, e.g. `last-k` or `last-k@64`. Raises UserError if unknown."""
     if name in PROTOCOLS:
+        # The name alone has the default size.
         protocol = PROTOCOLS[name]
         return protocol(protocol.default_size)
+    # With a size, for protocols that have one.
     match = _SIZED.fullmatch(name)
     if match and match[1] in PROTOCOLS:
         protocol = PROTOCOLS[match[1]]

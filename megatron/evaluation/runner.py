@@ -97,6 +97,7 @@ class ExtrapolationTask(EvalTask):
     ) -> list[Record]:
         """If the model has no positions for the length, the records have a note, not values."""
         text, mode = self.text, self.mode.attention
+        # The losses of this rank's share. A method without positions for the length ends it.
         sums = LossAccumulator(text, self.segments, context.rank, context.world_size)
         note = None
         try:
@@ -230,6 +231,8 @@ def run_eval_tasks(
         batch_tokens = BATCH_TOKENS_CPU if device.type == "cpu" else BATCH_TOKENS_GPU
     reader = SegmentReader(decoder, device, query_chunk, batch_tokens)
     context = EvalContext(model, reader, rank, world_size)
+
+    # The name in the progress line: the method's, or the model's.
     name = model_name
     if tasks:
         name = tasks[0].planned[0]["pos_emb"] or model_name
@@ -260,6 +263,7 @@ def run_eval_tasks(
                 tokens += count
                 display.update(completed + cost * tokens, amount=world_size * tokens)
 
+            # The records, which are passed on before the next task begins.
             results = task.run(context, share, advance)
             if decoder.complete_segments is not None:
                 for record in results:
@@ -268,6 +272,8 @@ def run_eval_tasks(
             if on_record is not None:
                 for record in results:
                     on_record(record)
+
+            # The estimate for what remains, and one line per task.
             completed += cost * share.targets
             display.update(completed, amount=world_size * tokens)
             display.print(_result_line(name, results[0], display.rate_text))
@@ -300,6 +306,7 @@ def _result_line(name: str, record: Record, rate: str) -> str:
             f"(accuracy {values['accuracy']:.0%}, {rate})"
         )
     else:
+        # A loss above 709 has no perplexity that a float can represent.
         number, loss = "overflow", f"{values['loss']:.4f}"
         if values["perplexity"] is not None:
             number = f"{values['perplexity']:.4g}"

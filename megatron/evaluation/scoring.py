@@ -88,10 +88,13 @@ class SegmentReader:
         chunk = self.query_chunk if self.decoder.cached else length
         offsets = torch.arange(length + 1)
         for segment in range(0, len(segments.starts), batch):
+            # A batch of segments, and the token after each.
             starts = torch.tensor(segments.starts[segment : segment + batch])
             text = tokens[starts[:, None] + offsets].to(self.device)  # [b, length + 1]
             if bos is not None:
                 text[:, 0] = bos
+
+            # Its chunks, of which each continues the cache of those before.
             cache = self.decoder.new_cache(length, mode) if chunk < length else None
             for position in range(0, length, chunk):
                 inputs = text[:, position : min(position + chunk, length)]
@@ -109,8 +112,10 @@ class SegmentReader:
         """The losses of the scored tokens, as they are computed. Otherwise like `hidden_states`."""
         for chunk in self.hidden_states(tokens, segments, mode, bos):
             end = chunk.position + chunk.hidden.shape[1]
+            # Only context so far.
             if end <= segments.first:
                 continue
+            # A chunk may begin with context. Position i predicts token i + 1.
             first = max(chunk.position, segments.first)
             hidden = chunk.hidden[:, first - chunk.position :]  # [b, s, e]
             targets = chunk.text[:, first + 1 : end + 1]  # [b, s]
@@ -179,7 +184,7 @@ class LossAccumulator:
         # Sums by cluster, by position, and of the bytes.
         clusters = segments[:, None].expand(rows, columns)
         if self._documents is not None:
-            clusters = torch.searchsorted(self._documents, targets, right=True) - 1
+            clusters = torch.searchsorted(self._documents, targets, right=True) - 1  # [b, s]
         clusters = clusters.flatten()
         self.losses.index_add_(0, clusters, losses.flatten())
         self.counts.index_add_(0, clusters, torch.ones_like(clusters))
@@ -244,6 +249,8 @@ class LossAccumulator:
         bins = min(bins, length - first)
         edges = np.linspace(first, length, bins + 1).round()
         edges = np.unique(edges.astype(np.int64))
+
+        # reduceat sums from each edge to the next one.
         sums = np.add.reduceat(self.position_losses.numpy(), edges[:-1])
         counts = np.add.reduceat(self.position_counts.numpy(), edges[:-1])
         return edges.tolist(), (sums / counts).tolist(), counts.tolist()

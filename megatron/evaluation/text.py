@@ -143,6 +143,7 @@ def _merged(starts: IntArray, length: int) -> IntArray:
     """The union of the spans of `length` positions at sorted `starts`, as disjoint spans (first,
     end) `[spans, 2]`.
     """
+    # A span begins after a gap, and ends before the next one.
     new = np.concatenate(([True], starts[1:] > starts[:-1] + length))
     last = np.concatenate((new[1:], [True]))
     return np.stack((starts[new], starts[last] + length), axis=1)

@@ -30,8 +30,6 @@ def load_model(
     device: str | torch.device = "cpu",
     dtype: torch.dtype = torch.float32,
     overrides: Mapping[str, Any] | None = None,
-    *,
-    fallback: bool = False,
 ) -> tuple[GPT, Config]:
     """Load a checkpoint's model, in evaluation mode, and its configuration. Prints a line to
     standard error if the file of an external positional method has changed since it was trained.
@@ -48,7 +46,6 @@ def load_model(
             mappings are merged with those of the checkpoint, and nested keys have dots. An external
             positional method needs {"pos_emb_module": ...}, because a checkpoint's configuration
             cannot name code to run.
-        fallback: if the checkpoint is damaged, print a message and load the newest valid one.
 
     Raises:
         UserError: (CheckpointError) if the checkpoint is missing or damaged, or its weights do not
@@ -59,7 +56,7 @@ def load_model(
 
         keys = {key.replace("-", "_"): value for key, value in (overrides or {}).items()}
         directory = local_checkpoint(directory, pos_emb_module=keys.get("pos_emb_module"))
-    step = find_valid_step(directory, iteration, fallback=fallback)
+    step = find_valid_step(directory, iteration)
     config = checkpoint_config(step, overrides)
     if notice := code_notice(step, config):
         print(notice, file=sys.stderr, flush=True)

@@ -50,6 +50,7 @@ class SelfAttention(nn.Module):
         super().__init__()
         config, tp = settings.config, settings.tp
         self.tp = tp
+        # The heads of the whole model, and those of this tensor-parallel rank.
         self.head_size, self.num_heads = config.head_size, config.num_attention_heads
         self.queries_per_key = self.num_heads // config.num_kv_heads
         self.local_heads = tp.heads(self.num_heads)
@@ -99,6 +100,7 @@ class SelfAttention(nn.Module):
         """
         decay = None
         if self.decays:
+            # Every rank computes the decay of all heads from the same states, and keeps its own.
             of_all_heads = self.positional.decay(hidden)
             decay = sum_head_gradients(of_all_heads, self.tp)[:, self.local_heads]  # [b, h, s]
         qkv = self.query_key_value(hidden)  # [b, s, (h + 2 g) d]
@@ -147,7 +149,7 @@ class SelfAttention(nn.Module):
         if decay is not None:
             before: Tensor | None = None
             if cache is not None and (last := cache.last()) is not None:
-                before = last[2].squeeze(3)
+                before = last[2].squeeze(3)  # [b, h, 1]
             sums = decay_sums(decay, before)  # [b, h, s]
         if cache is not None:
             if sums is None:
@@ -204,6 +206,8 @@ class SelfAttention(nn.Module):
             return PositionTables()
         span = mode.span.within(self.window)
         max_kv_len = span.max_kv_len(length)
+        # A method with scores of its own has one table. If a map moves its distances, it is as long
+        # as the text, even with a window.
         if method is not None and "modify_scores" in method.hooks:
             distances = max_kv_len
             if mode.distance_map is not None and not method.shift_invariant:
@@ -216,6 +220,8 @@ class SelfAttention(nn.Module):
         if method is not None:
             bias, weight = self._tables(max_kv_len, device, mode)
             tables = PositionTables(bias=bias, weight=weight)
+
+        # Elsewhere than in the fused kernels, the tables alone are enough.
         heads = self.local_heads.stop - self.local_heads.start
         shape = (len(states), heads, states.shape[-2], self.head_size)
         plain = span == FULL and states.shape[-2] == length
@@ -246,6 +252,7 @@ class SelfAttention(nn.Module):
         self, end: int, device: torch.device, mode: AttentionMode, first: int = 0
     ) -> tuple[Tensor | None, Tensor | None]:
         """(bias, weight) at the distances `first` ... end-1, of this rank's heads."""
+        # The method computes all heads, whose number a method of one's own may get wrong.
         local: list[Tensor | None] = []
         of_all_heads = tables(
             self.positional,
@@ -295,4 +302,5 @@ def describe_backends(
                 documents=documents,
             )
             choices.append(choice)
+    # Most models have one choice for all layers.
     return "; in other layers ".join(dict.fromkeys(choices))

@@ -38,6 +38,7 @@ class LayerCache:
         # The first stored token that the new ones see.
         new, first = states[0].shape[2], 0
         if self.window is not None:
+            # The first new token is one of the `window` tokens that it sees.
             first = max(0, self._stored - self.window + 1)
         if not self._buffers or self._stored + new > self._buffers[0].shape[2]:
             self._grow(states, first)
@@ -72,6 +73,8 @@ class LayerCache:
         needed, doubled = kept + states[0].shape[2], 64
         if self._buffers:
             doubled = max(64, 2 * self._buffers[0].shape[2])
+        # Room for twice the tokens, or for all of the text; with a window, for one window more than
+        # now.
         capacity = max(needed, self.max_length or doubled)
         if self.window is not None:
             capacity = min(capacity, needed + self.window)

@@ -57,8 +57,6 @@ def kernel_failure(
     if not uses_kernels(device, dtype, size):
         return None
     rms, gated = isinstance(norm, nn.RMSNorm), isinstance(mlp, GatedMLP)
-    has_norm_bias = getattr(norm, "bias", None) is not None
-    has_mlp_bias = gated or mlp.dense_h_to_4h.bias is not None
 
     # Small random inputs: hidden states, update, vectors, and the matrices of the MLP.
     rows = 32
@@ -74,53 +72,34 @@ def kernel_failure(
         randoms[6] = 8 * randoms[6].sign()
 
     # Stop if there are no numbers to compare.
-    values = [random.to(device, dtype) for random in randoms]
+    values: list[Tensor | None] = [random.to(device, dtype) for random in randoms]
     if type(values[0]) is not Tensor:  # a FakeTensor has no values
         return None
 
+    # The biases of norm and MLP that the block does not have.
+    if getattr(norm, "bias", None) is None:
+        values[4] = None
+    if not gated and mlp.dense_h_to_4h.bias is None:
+        values[6] = None
+
     # The kernels, through the functions that the block calls.
-    def fused(
-        hidden: Tensor,
-        update: Tensor,
-        update_bias: Tensor,
-        weight: Tensor,
-        norm_bias: Tensor | None,
-        linear: Tensor,
-        mlp_bias: Tensor | None,
-        last: Tensor,
-    ) -> tuple[Tensor, Tensor]:
-        if not has_norm_bias:
-            norm_bias = None
-        inputs = (hidden, update, update_bias, weight, norm_bias, linear)
+    def fused(*values: Tensor | None) -> tuple[Tensor, Tensor]:
+        *inputs, mlp_bias, last = values  # of the norm, and its linear layer
         if gated:
             residual, inner = _NormLinear.apply(*inputs, mlp_bias, epsilon, rms, None)
             return residual, _GatedLinear.apply(inner, last, mlp.activation_name, None)
-        if not has_mlp_bias:
-            mlp_bias = None
         residual, inner = _NormLinear.apply(*inputs, None, epsilon, rms, None)
         return residual, _ActivationLinear.apply(inner, mlp_bias, last, mlp.activation_name, None)
 
     # The same computation with PyTorch operations.
-    def unfused(
-        hidden: Tensor,
-        update: Tensor,
-        update_bias: Tensor,
-        weight: Tensor,
-        norm_bias: Tensor | None,
-        linear: Tensor,
-        mlp_bias: Tensor,
-        last: Tensor,
-    ) -> tuple[Tensor, Tensor]:
-        if not has_norm_bias:
-            norm_bias = None
+    def unfused(*values: Any) -> tuple[Tensor, Tensor]:
+        hidden, update, update_bias, weight, norm_bias, linear, mlp_bias, last = values
         residual = hidden + update + update_bias
         if rms:
             normed = F.rms_norm(residual, (size,), weight, epsilon)
         else:
             normed = F.layer_norm(residual, (size,), weight, norm_bias, epsilon)
-        inner = normed @ linear.T
-        if has_mlp_bias:
-            inner = inner + mlp_bias
+        inner = F.linear(normed, linear, mlp_bias)
         if gated:
             gate, up = inner.chunk(2, dim=-1)
             return residual, (mlp.activation(gate) * up) @ last.T
@@ -128,17 +107,15 @@ def kernel_failure(
 
     # Any error of the compiler or the driver is a failure of the kernels.
     try:
-        actual = _values_and_gradients(fused, values)
+        actual = _values_and_gradients(fused, values, dtype)
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # a kernel that does not compile, or that the GPU rejects
         return self_check.describe(error)
 
     # Compare outputs and gradients with float32.
-    expected = _values_and_gradients(unfused, [value.float() for value in values])
+    expected = _values_and_gradients(unfused, values, torch.float32)
     for result, exact in zip(actual, expected, strict=True):
-        if result is None or exact is None:
-            continue
         relative = ((result.float() - exact).norm() / exact.norm()).item()
         if not relative <= MAX_ERROR[dtype]:  # also for NaN
             return (
@@ -149,13 +126,22 @@ def kernel_failure(
 
 @torch.enable_grad()
 def _values_and_gradients(
-    function: Callable[..., tuple[Tensor, Tensor]], values: Sequence[Tensor]
-) -> list[Tensor | None]:
-    leaves = [value.detach().requires_grad_() for value in values]
+    function: Callable[..., tuple[Tensor, Tensor]],
+    values: Sequence[Tensor | None],
+    dtype: torch.dtype,
+) -> list[Tensor]:
+    """The outputs of the function for values in a dtype, and their gradients, for upstream
+    gradients that equal the outputs.
+    """
+    leaves: list[Tensor | None] = []
+    for value in values:
+        if value is not None:
+            value = value.detach().to(dtype).requires_grad_()
+        leaves.append(value)
     outputs = function(*leaves)
     upstream = [output.detach() for output in outputs]
-    gradients = torch.autograd.grad(outputs, leaves, upstream, allow_unused=True)
-    return [*upstream, *gradients]
+    required = [leaf for leaf in leaves if leaf is not None]
+    return [*upstream, *torch.autograd.grad(outputs, required, upstream)]
 
 
 def norm_linear(
@@ -168,6 +154,7 @@ def norm_linear(
     group: dist.ProcessGroup | None,
 ) -> tuple[Tensor, Tensor]:
     """hidden + update + update_bias `[n, e]`, and the linear layer of its norm `[n, o]`."""
+    # An RMS norm has no bias.
     norm_bias, rms = getattr(norm, "bias", None), isinstance(norm, nn.RMSNorm)
     residual, output = _NormLinear.apply(
         hidden, update, update_bias, norm.weight, norm_bias, weight, bias, norm.eps, rms, group
@@ -200,6 +187,9 @@ def mlp_update(
         residual, inner = norm_linear(residual, update, update_bias, norm, weight, bias, group)
         states = _GatedLinear.apply(inner, mlp.w2.weight, mlp.activation_name, group)
         return residual, states, mlp.w2.bias
+
+    # The bias of the first layer is added by the activation's kernel, that of the second by the
+    # next norm.
     first, last = mlp.dense_h_to_4h, mlp.dense_4h_to_h
     residual, inner = norm_linear(residual, update, update_bias, norm, first.weight, None, group)
     states = _ActivationLinear.apply(inner, first.bias, last.weight, mlp.activation_name, group)
@@ -225,6 +215,7 @@ class _NormLinear(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         kernels = _kernels()
         rows, size = hidden.shape
+        # Without an update, the residual is the input itself, which is not copied.
         new_hidden, normed = hidden, torch.empty_like(hidden)
         if update is not None:
             new_hidden = torch.empty_like(hidden)
@@ -235,6 +226,7 @@ class _NormLinear(torch.autograd.Function):
                 *(hidden, update, *vectors, new_hidden, normed, stats, size, eps),
                 **row_options(size, rms, hidden.dtype),
             )
+        # The normed states are not saved: the backward pass computes them again.
         ctx.save_for_backward(new_hidden, norm_weight, norm_bias, weight, stats)
         ctx.has_update, ctx.has_update_bias = update is not None, update_bias is not None
         ctx.has_bias, ctx.rms, ctx.group = bias is not None, rms, group
@@ -268,6 +260,8 @@ class _NormLinear(torch.autograd.Function):
                 *(hidden, norm_weight, norm_bias, stats, grad_input, normed, sums, rows, size),
                 **row_options(size, ctx.rms, hidden.dtype),
             )
+
+        # No gradients for what the forward pass did not have.
         grad_norm_weight, grad_norm_bias, grad_update_bias = _sum_rows(sums, norm_weight.dtype)
         if not ctx.has_update_bias:
             grad_update_bias = None
@@ -319,7 +313,7 @@ class _ActivationLinear(torch.autograd.Function):
         rows, size = x.shape
         grad_output = grad_output.contiguous()
         grad_x = grad_output @ weight  # of the activation; the kernel overwrites it
-        activated = torch.empty_like(x)
+        activated = torch.empty_like(x)  # computed again, for the weight's gradient
         tiles = -(-size // kernels.TILE_COLUMNS)
         programs = max(1, min(-(-rows // kernels.TILE_ROWS), 2 * kernels.PROGRAMS // tiles))
         sums = x.new_empty(programs, size, dtype=torch.float32)

@@ -38,6 +38,9 @@ from megatron.model.settings import ModelSettings
 Update = tuple[Tensor | None, Tensor | None]
 
 
+# -- the layers, from the embedding to the output --------------------------------------------------
+
+
 class TransformerBlock(nn.Module):
     """Layers 2 ... L+1: pre-norm attention and MLP, `[b, s, e] -> [b, s, e]`.
 
@@ -68,7 +71,7 @@ class TransformerBlock(nn.Module):
 
         # Attention reads the normed states and adds to the residual.
         normed = self.input_layernorm(hidden)  # [b, s, e]
-        attended = self.dropout(self.attention(normed, cache, mode, tables, documents))
+        attended = self.dropout(self.attention(normed, cache, mode, tables, documents))  # [b, s, e]
         if self.parallel_residual:
             # As in GPT-J, the MLP does not read what attention adds. The order of these operations
             # decides the bits of the gradients.
@@ -90,6 +93,7 @@ class TransformerBlock(nn.Module):
         is_gathered_late = hasattr(weight, "ds_id")
         if weight.dtype != hidden.dtype or is_gathered_late or torch.is_autocast_enabled("cuda"):
             return False
+        # Last, the device, the dtype and the hidden size.
         return fused_block.uses_kernels(hidden.device, hidden.dtype, hidden.shape[-1])
 
     def fused(
@@ -120,9 +124,11 @@ class TransformerBlock(nn.Module):
         # With parallel residuals, the MLP does not read what attention adds.
         norm, mlp = self.post_attention_layernorm, self.mlp
         if self.parallel_residual:
+            # The MLP reads the norm of the block's input; attention's update is added after that.
             hidden, states, bias = fused_block.mlp_update(hidden, None, None, norm, mlp, group)
             hidden = _added(hidden, *update)
         else:
+            # The norm before the MLP adds attention's update, too.
             hidden, states, bias = fused_block.mlp_update(hidden, *update, norm, mlp, group)
         return hidden, self._dropped(states, bias)
 
@@ -132,7 +138,7 @@ class TransformerBlock(nn.Module):
             return states, bias
         if bias is not None:
             states = states + bias
-        return self.dropout(states), None
+        return self.dropout(states), None  # the bias is in the states now
 
 
 class Embedding(nn.Module):
@@ -145,6 +151,7 @@ class Embedding(nn.Module):
         self.word_embeddings = vocab_embedding(
             settings.padded_vocab_size, settings.config.hidden_size, tp=settings.tp
         )
+        # An absolute method is this layer's submodule; all others are submodules of attention.
         self.embeds = "embed" in positional.hooks
         if self.embeds:
             self.position_embeddings = positional
@@ -158,7 +165,7 @@ class Embedding(nn.Module):
         if self.embeds:
             positions = torch.arange(offset, offset + tokens.shape[1], device="cpu")
             if documents is None:
-                hidden = self.position_embeddings.embed(hidden, positions)
+                hidden = self.position_embeddings.embed(hidden, positions)  # [b, s, e]
             else:
                 # The vectors of all positions, of which each token takes that in its document.
                 zeros = torch.zeros_like(hidden[:1])
@@ -207,6 +214,7 @@ class Output(nn.Module):
         super().__init__()
         self.tp = settings.tp
         self.in_loss = False
+        # One rank has the rows of the whole vocabulary; tensor-parallel ranks have a part of them.
         if self.tp.size == 1:
             self.final_linear: nn.Module = VocabularyLinear(
                 settings.config.hidden_size, settings.padded_vocab_size, bias=False
@@ -231,6 +239,7 @@ class Output(nn.Module):
         vocabulary = getattr(weight, "ds_shape", weight.shape)[0]
         tokens, on_one_rank = labels.numel(), self.tp.size == 1
         if on_one_rank and not needs_chunks(hidden.device, hidden.dtype, tokens, vocabulary):
+            # All logits at once, [b, s, v].
             return mean_loss(self.final_linear(hidden), labels, weights)
 
         # In chunks of tokens, [n, e] and [n], so that the logits are never in memory at once.
@@ -240,6 +249,7 @@ class Output(nn.Module):
         if on_one_rank:
             total = self.final_linear(flat_hidden, flat_labels, flat_weights)
         else:
+            # This rank has the rows of the vocabulary from `first_token` on.
             total = linear_cross_entropy(
                 flat_hidden,
                 weight,
@@ -249,6 +259,9 @@ class Output(nn.Module):
                 group=tensor_parallel_group(self.tp),
             )
         return total / tokens
+
+
+# -- the layers of a model, of which a pipeline stage builds only its own --------------------------
 
 
 def layer_factories(settings: ModelSettings) -> dict[int, Callable[[], nn.Module]]:
@@ -261,6 +274,7 @@ def layer_factories(settings: ModelSettings) -> dict[int, Callable[[], nn.Module
     config, methods = settings.config, list[PositionalMethod]()
 
     def positional(layer: int = 0) -> PositionalMethod:
+        # The first layer builds a shared method, and the others get the same instance.
         if not (methods and methods[0].shared):
             shape = replace(config.shape, layer=layer)
             methods.append(build(config.pos_emb, shape, **config.positional_options))
@@ -285,6 +299,7 @@ def positional_methods(layers: dict[int, nn.Module]) -> dict[int, PositionalMeth
     methods: dict[int, PositionalMethod] = {}
     for index, layer in layers.items():
         for _, method in outermost(layer):
+            # A shared method is the same object in every layer.
             if all(method is not listed for listed in methods.values()):
                 methods[index] = method
     return methods
@@ -299,8 +314,12 @@ def text_length(methods: Iterable[PositionalMethod], length: int) -> Iterator[No
     try:
         yield
     finally:
+        # The length is not known outside, also after an error.
         for method in methods:
             method.begin_text(None)
+
+
+# -- the model: from tokens to logits or the loss --------------------------------------------------
 
 
 class GPT(nn.Module):
@@ -383,12 +402,15 @@ class GPT(nn.Module):
         tables = self.shared_tables(hidden, start + tokens.shape[1], mode)
         group_size = self.checkpoint_every
         if cache is not None:
+            # Decoding: each block appends its keys and values to its own cache.
             for block, layer_cache, table in zip(blocks, cache.layers, tables, strict=True):
                 hidden = block(hidden, layer_cache, mode, table)
         elif mode != DEFAULT_MODE:
+            # An inference mode over the whole text.
             for block, table in zip(blocks, tables, strict=True):
                 hidden = block(hidden, None, mode, table)
         elif group_size and self.training and torch.is_grad_enabled():
+            # Only the input of each group is stored; the backward pass computes the rest again.
             for first in range(0, len(blocks), group_size):
                 group = slice(first, first + group_size)
                 arguments = (blocks[group], hidden, tables[group], documents)
@@ -406,7 +428,7 @@ class GPT(nn.Module):
         # Only layers with one method can share its tables.
         layers = [block.attention for block in self.blocks]
         separate: list[PositionTables | None] = [None] * len(layers)
-        method = layers[0].rpe
+        method = layers[0].rpe  # None for an absolute method
         if method is None or any(layer.rpe is not method for layer in layers):
             return separate
         # ZeRO 3 gathers the method's parameters only during a layer's call.
@@ -443,6 +465,9 @@ class GPT(nn.Module):
         return self.output.loss(self.hidden(tokens, documents=documents), labels, weights)
 
 
+# -- the blocks of a text, without a cache and in the default mode ---------------------------------
+
+
 def run_blocks(
     blocks: list[TransformerBlock],
     hidden: Tensor,
@@ -469,6 +494,7 @@ def _run_fused(
     update: Update = (None, None)
     for block, table in zip(blocks, tables, strict=True):
         flat, update = block.fused(flat, update, hidden.shape, table, documents)
+    # The last addition, and the shape [b, s, e] again.
     return _added(flat, *update).view(hidden.shape)
 
 

@@ -1,6 +1,5 @@
 """The self-check of a model's kernels on all ranks (see `kerple.attention.self_check`)."""
 
-from collections.abc import Callable
 from itertools import chain
 from typing import Any
 
@@ -13,7 +12,7 @@ from megatron.model import fused_block, loss
 from megatron.model.attention import SelfAttention
 from megatron.model.gpt import TransformerBlock
 from megatron.utils.errors import UserError
-from megatron.utils.ranks import run_on_all_ranks
+from megatron.utils.ranks import Report, run_on_all_ranks
 
 
 def check_kernels(
@@ -22,7 +21,7 @@ def check_kernels(
     dtype: torch.dtype,
     *,
     training: bool,
-    report: Callable[[str], None],
+    report: Report,
     documents: bool = False,
 ) -> None:
     """Check the fused attention kernels that the model needs, and the kernel of the loss, on every

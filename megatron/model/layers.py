@@ -57,6 +57,7 @@ class HeadNorm(nn.Module):
             self.bias = nn.Parameter(torch.zeros(config.head_size))
 
     def forward(self, states: Tensor) -> Tensor:
+        # Each rank's gradient is that of its own heads; summed, it is the same on all ranks.
         weight, bias = sum_head_gradients(self.weight, self.tp), None
         if not self.centers:
             return F.rms_norm(states, weight.shape, weight, self.epsilon)
@@ -89,6 +90,7 @@ class _SplitHeads(torch.autograd.Function):
             is_packed = layouts == [(strides, index * head_size) for index in range(3)]
             if is_packed and len({grad.untyped_storage()._cdata for grad in grads}) == 1:
                 return query.as_strided((batch, length, row), (length * row, row, 1)), None
+        # Gradients in other memory are copied into the layout of the projection.
         stacked = torch.stack([grad.transpose(1, 2) for grad in grads], dim=3)  # [b, s, h, 3, d]
         return stacked.view(batch, length, row), None
 
@@ -106,6 +108,7 @@ def split_heads(
     """
     if queries_per_key == 1:
         return cast(tuple[Tensor, Tensor, Tensor], _SplitHeads.apply(qkv, head_size))
+    # A group per key head: its queries, its key and its value.
     groups = qkv.unflatten(-1, (-1, queries_per_key + 2, head_size))  # [b, s, g, h / g + 2, d]
     query, key, value = groups.transpose(1, 2).split((queries_per_key, 1, 1), dim=3)
     return query.transpose(2, 3).flatten(1, 2), key.squeeze(3), value.squeeze(3)

@@ -30,9 +30,8 @@ from megatron.model.settings import ModelSettings
 class _FactorySpec(LayerSpec):
     """A LayerSpec for a function that builds the layer, instead of a class and its arguments."""
 
-    def __init__(self, name: str, layer_type: type[nn.Module], factory: Callable[[], nn.Module]):
+    def __init__(self, layer_type: type[nn.Module], factory: Callable[[], nn.Module]):
         super().__init__(layer_type)
-        self.name = name
         self._factory = factory
 
     def build(self, log: bool = False) -> nn.Module:
@@ -70,13 +69,16 @@ class GPTPipeline(PipelineModule):
         """
         # The type of a layer is what partition_method "type:TransformerBlock" counts.
         factories, num_layers = layer_factories(settings), settings.config.num_layers
+        # Functions at 1 and L+2, layers everywhere else.
         specs: list[object] = [_identity] * (num_layers + 5)
         for index, factory in factories.items():
             layer_type: type[nn.Module] = nn.Module
             if 2 <= index < num_layers + 2:
                 layer_type = TransformerBlock
-            specs[index] = _FactorySpec(f"layer {index}", layer_type, factory)
+            specs[index] = _FactorySpec(layer_type, factory)
         recomputed = None
+        # With groups of one, only blocks are recomputed; larger groups may contain other layers,
+        # too.
         if checkpoint_every == 1:
             recomputed = [TransformerBlock.__name__]
         self.settings = settings
@@ -90,8 +92,12 @@ class GPTPipeline(PipelineModule):
             activation_checkpoint_func=partial(checkpoint, use_reentrant=False),
             checkpointable_layers=recomputed,
         )
+        # The loss function calls the output layer, so its forward leaves the hidden states as they
+        # are.
         if self.output is not None:
             self.output.in_loss = True
+        # Document ids travel beside the hidden states: each layer splits them off, and appends them
+        # to what it returns.
         for layer in self.layers().values():
             layer.register_forward_pre_hook(self._split_documents, with_kwargs=True)
             layer.register_forward_hook(self._append_ids, with_kwargs=True)
@@ -197,6 +203,7 @@ class GPTPipeline(PipelineModule):
         torch.distributed requires that all ranks create all groups.
         """
         own_group = None
+        # Every pipeline has such a group; this rank keeps its own.
         for pipeline_ranks in self._topo.get_axis_comm_lists("pipe"):
             ranks = [pipeline_ranks[stage] for stage in stages]
             group = dist.new_group(ranks)

@@ -174,6 +174,7 @@ class DistributedSignalHandler:
         self._previous: dict[int, Callable[[int, FrameType | None], Any] | int | None] = {}
 
     def __enter__(self) -> "DistributedSignalHandler":
+        # The signals that are not used otherwise.
         nohup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
         numbers = [signal.SIGTERM, signal.SIGINT] + [signal.SIGHUP] * (not nohup)
         # SIGUSR1 may be the launcher's signal, see `follow_launcher`.
@@ -206,6 +207,7 @@ class DistributedSignalHandler:
         stops = stop or self.received is not None
         if dist.get_world_size() == 1:
             return stops
+        # The largest of all ranks' flags.
         flag = torch.tensor([stops], dtype=torch.int32)
         dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self._group)
         self._stopped_by_other_rank = bool(flag.item()) and not stops

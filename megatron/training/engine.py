@@ -11,7 +11,7 @@ import io
 import itertools
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -49,6 +49,7 @@ from megatron.training.deepspeed_setup import (
 )
 from megatron.training.optimizer import attach, configure_optimizer, project_masters
 from megatron.utils.environment import slow_dtype_notice
+from megatron.utils.ranks import Report
 
 Batch = dict[str, Tensor]  # see `Loader`
 
@@ -68,7 +69,7 @@ class GPTWithLoss(GPT):
 
 
 def build_engine(
-    config: Config, padded_vocab_size: int, layout: Layout, report: Callable[[str], None]
+    config: Config, padded_vocab_size: int, layout: Layout, report: Report
 ) -> "Engine":
     """Build and initialize the model, the optimizer and DeepSpeed's engine. `report` prints once
     per run.
@@ -102,7 +103,7 @@ def build_engine(
     # The optimizer, and DeepSpeed's engine.
     optimizer, description = configure_optimizer(config, model)
     report(f"optimizer: {description}")
-    deepspeed = _wrap_with_deepspeed(model, optimizer, deepspeed_settings, config, layout, topology)
+    deepspeed = _wrap_with_deepspeed(model, optimizer, deepspeed_settings, layout, topology)
     if isinstance(optimizer, WholeParameterOptimizer):
         names = parameter_names(model.layers(), tied_output(config.model))
         attach(optimizer, deepspeed, names, layout)
@@ -120,6 +121,7 @@ def _build_model(
     """The initialized model, or this rank's stage of it, on the device of the rank. Raises
     UserError for an invalid `pipe_partition_method`.
     """
+    # Recomputation of activations, in groups of blocks.
     training, checkpoint_every = config.training, 0
     if training.checkpoint_activations:
         checkpoint_every = training.checkpoint_num_layers
@@ -164,7 +166,6 @@ def _wrap_with_deepspeed(
     model: "GPTWithLoss | GPTPipeline",
     optimizer: torch.optim.Optimizer,
     settings: dict[str, Any],
-    config: Config,
     layout: Layout,
     topology: PipeModelDataParallelTopology,
 ) -> DeepSpeedEngine:
@@ -189,6 +190,8 @@ def _wrap_with_deepspeed(
             config_class=deepspeed_config(settings, grid),
             dist_init_required=False,
         )
+
+    # What this model needs beside DeepSpeed's defaults.
     if settings["zero_optimization"]["stage"] == 3:
         _register_positional_parameters(model)
     if hasattr(deepspeed.optimizer, "loss_scaler"):
@@ -213,6 +216,7 @@ class Engine:
         self.model, self.deepspeed = model, deepspeed
         self.is_pipeline = layout.pipeline_size > 1
         self.seq_length = config.model.seq_length
+        # As DeepSpeed counts them: global = micro x accumulation x replicas.
         self.micro_batch: int = deepspeed_settings["train_micro_batch_size_per_gpu"]
         self.accumulation: int = deepspeed_settings["gradient_accumulation_steps"]
         self.global_batch: int = deepspeed_settings["train_batch_size"]
@@ -266,6 +270,8 @@ class Engine:
             loss = self.deepspeed.train_batch(_pipeline_batches(batches)).detach()
             self.deepspeed.timers(TRAIN_BATCH_TIMER).reset()  # it keeps the time of every step
             return loss
+
+        # Without a pipeline, the engine steps at the last of the micro-batches.
         self.deepspeed.train()
         total = torch.zeros((), device=self.layout.device)
         for _ in range(self.accumulation):
@@ -329,6 +335,7 @@ class Engine:
         masks = [batch["loss_mask"] for batch in step if "loss_mask" in batch]
         if not masks:
             return iter(step)
+        # The share of tokens that count, over all micro-batches and replicas.
         share = torch.stack(masks).mean().to(self.layout.device)
         divisor = self.mean_over_replicas(share).to(masks[0].device).clamp(min=1e-9)
         return iter([{**batch, "loss_mask": batch["loss_mask"] / divisor} for batch in step])
@@ -389,12 +396,14 @@ class Engine:
         methods = positional_methods(self.model.layers())
         parameters = [parameter for method in methods.values() for parameter in method.parameters()]
         statistics: dict[str, Tensor] = {}
+        # Under ZeRO 3, each rank has only a part of the parameters.
         with GatheredParameters(parameters, enabled=self.zero_stage == 3):
             for index, method in methods.items():
                 for name, heads in method.statistics().items():
                     if not method.shared:
                         name = f"layer_{index:02d}/{name}"
                     statistics[name] = heads.detach().float().cpu()
+        # A stage knows only the methods of its own layers.
         if isinstance(self.model, GPTPipeline):
             return self.model.of_all_stages(statistics)
         return statistics

@@ -37,7 +37,9 @@ from megatron.training.startup import (
     report_trained_text,
 )
 from megatron.training.validation import ExtrapolationCurves, Validator
-from megatron.utils.ranks import run_on_all_ranks, run_on_rank_0
+from megatron.utils.ranks import Report, run_on_all_ranks, run_on_rank_0
+
+# -- the whole run ---------------------------------------------------------------------------------
 
 
 def train(config: Config) -> TrainingState:
@@ -49,12 +51,16 @@ def train(config: Config) -> TrainingState:
     """
     layout = distributed.initialize(config)
     try:
+        # A schedule without an end is an error before anything is locked or written.
         run_on_rank_0(lambda: config.schedule.last_iteration)
+        # Locks and log files are released when the run ends, also by an error.
         with contextlib.ExitStack() as resources:
             lock_log_folders(config, resources)
             logger = resources.enter_context(contextlib.closing(Logger(config, layout)))
             trainer = build_trainer(config, layout, logger, resources)
             iteration = trainer.state.iteration
+            # Within, a signal ends the run after an iteration, with a checkpoint; later, it ends
+            # the process.
             with (
                 distributed.DistributedSignalHandler() as signals,
                 profiled_steps(config, layout, iteration, logger.info) as profiler_step,
@@ -67,6 +73,9 @@ def train(config: Config) -> TrainingState:
             return trainer.state
     finally:
         distributed.shutdown()
+
+
+# -- setup: what needs no model comes first, so that its errors do ---------------------------------
 
 
 def build_trainer(
@@ -124,7 +133,10 @@ def build_trainer(
     )
 
 
-def _count_parameters(engine: Engine, vocab_size: int, report: Callable[[str], None]) -> int:
+# -- steps of the setup ----------------------------------------------------------------------------
+
+
+def _count_parameters(engine: Engine, vocab_size: int, report: Report) -> int:
     """Print the size of the model; returns the number of parameters outside the input embedding.
 
     vocab_size: of the tokenizer.
@@ -138,13 +150,14 @@ def _count_parameters(engine: Engine, vocab_size: int, report: Callable[[str], N
     return parameters["outside_embedding"]
 
 
-def _load_state(engine: Engine, start: Start, report: Callable[[str], None]) -> TrainingState:
+def _load_state(engine: Engine, start: Start, report: Report) -> TrainingState:
     """Load the checkpoint. Raises UserError if the run would replace those of another run."""
     config, last_iteration = engine.config, engine.config.schedule.last_iteration
     state = load_checkpoint(engine, start.source, start.checkpoint, report)
     engine.project()
 
     def saves(iteration: int) -> bool:
+        # Iteration 0 is saved only by a run that begins there.
         if not start.iteration < iteration <= last_iteration and (iteration or start.iteration):
             return False
         is_end = iteration == last_iteration or _is_due(iteration, config.training.exit_interval)
@@ -171,6 +184,7 @@ def _num_samples(config: Config, layout: Layout, state: TrainingState) -> tuple[
     """
     training, last_iteration = config.training, config.schedule.last_iteration
     _, _, global_batch = config.batch.resolve(layout.data_size)
+    # Training: what was read, and a global batch for each iteration that remains.
     remaining = last_iteration - state.iteration
     training_samples = 0
     if remaining > 0:
@@ -180,6 +194,7 @@ def _num_samples(config: Config, layout: Layout, state: TrainingState) -> tuple[
     interval, per_validation = training.eval_interval, training.eval_iters * global_batch
     validations = max(last_iteration // interval - state.evaluated_at // interval, 0) + 1
     validation_samples = state.consumed_valid_samples + validations * per_validation
+    # The test reads as much as one validation.
     return training_samples, validation_samples, per_validation
 
 
@@ -187,7 +202,7 @@ def _build_datasets(
     config: Config,
     tokenizer: Tokenizer,
     num_samples: tuple[int, int, int],
-    report: Callable[[str], None],
+    report: Report,
 ) -> Datasets:
     """Training, validation and test samples for the whole run. Raises UserError if there are no
     documents.
@@ -196,6 +211,7 @@ def _build_datasets(
     datasets = build_datasets(
         config, tokenizer, config.model.seq_length, num_samples, training.seq_length_val
     )
+    # Missing documents: an error for training, and for a run that only validates.
     if num_samples[0] and datasets.train is None:
         raise UserError("there are no training documents: check split, or set train-data-paths")
     if training.eval_iters and datasets.valid is None:
@@ -212,15 +228,14 @@ def _build_datasets(
     return datasets
 
 
-def _follow_data_order(
-    state: TrainingState, datasets: Datasets, report: Callable[[str], None]
-) -> None:
+def _follow_data_order(state: TrainingState, datasets: Datasets, report: Report) -> None:
     """Record the order of the training samples in the state; prints it, and whether it differs from
     the state's.
     """
     if datasets.train is None:
         return
     data_order = datasets.train.order
+    # A resumed run counts on in the order that it finds.
     if state.data_order and state.consumed_samples and data_order != state.data_order:
         report(
             "the order of the training samples differs from the checkpoint's (data, split, seed or "
@@ -239,13 +254,12 @@ def _record_documents(config: Config, state: TrainingState) -> None:
         state.trained_documents[fingerprint] = min(first, before[0]), max(end, before[1])
 
 
-def _build_schedule(
-    config: Config, state: TrainingState, step: int, report: Callable[[str], None]
-) -> Schedule:
+def _build_schedule(config: Config, state: TrainingState, step: int, report: Report) -> Schedule:
     """The learning rates of the run, which starts at `step` of them; prints them, and records the
     schedule in the state.
     """
     last_iteration = config.schedule.last_iteration
+    # The name in the configuration replaces the checkpoint's.
     state.lr_schedule = config.schedule.lr_schedule or state.lr_schedule
     decay_iters = config.schedule.lr_decay_iters or last_iteration
     schedule = Schedule(
@@ -256,6 +270,7 @@ def _build_schedule(
         config.schedule.lowest_lr(config.optimizer.lr),
         state.lr_schedule,
     )
+    # What the log says about the rest of the run.
     if 0 < last_iteration == state.iteration:
         report(
             f"nothing to train: the run has ended at train-iters {last_iteration:,}; it is "
@@ -266,6 +281,9 @@ def _build_schedule(
         if jump := schedule.jump(step, state.learning_rate):
             report(f"notice: {jump}")
     return schedule
+
+
+# -- iterations ------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -299,12 +317,14 @@ class Trainer:
 
         Returns False if a signal or `exit-interval` ended the run before it.
         """
+        # Before the first step.
         state, length, is_first = self.state, 0, True
         flops = partial(flops_per_token, self.outside_embedding, self.config.model)
         log = StepLog(self.config, self.engine, self.logger, flops, state)
         self._save_or_evaluate_before_the_first_step(log)
         if self.datasets.train is not None and state.iteration < self.last_iteration:
             batches = self.engine.batches(self.datasets.train, state.consumed_samples)
+        # The steps.
         while state.iteration < self.last_iteration:
             # The curriculum changes the length between steps.
             if length != self.engine.length_at(state.iteration):
@@ -314,6 +334,7 @@ class Trainer:
                         f"curriculum_learning: length {length:,} from iteration "
                         f"{state.iteration + 1:,}"
                     )
+            # One step of the optimizer over a global batch. The loss stays on the device.
             learning_rate = self.schedule(self.engine.schedule_step(state.iteration))
             loss = self.engine.train_step(batches, learning_rate, state.iteration)
             profiler_step()
@@ -323,6 +344,7 @@ class Trainer:
             state.consumed_samples += self.engine.global_batch
             state.tokens += self.engine.global_batch * length
             log.add(loss)
+            # Everything that happens between two steps.
             if not self._finish_step(log, loss, signals, is_first=is_first):
                 return False
             is_first = False
@@ -354,6 +376,7 @@ class Trainer:
             self.logger.info(
                 f"iteration {state.iteration:,}/{self.last_iteration:,} | lm loss {float(loss):.4f}"
             )
+        # A run that ends early leaves its validation to the run that resumes it.
         if _is_due(state.iteration, training.eval_interval) and not exit_reason:
             with log.paused():
                 self._evaluate()
@@ -378,6 +401,7 @@ class Trainer:
 
     def _exit_reason(self, signals: distributed.DistributedSignalHandler) -> str | None:
         """Why the run ends before its last iteration; None if it continues."""
+        # A signal or a lost worker of any rank ends the run on all ranks.
         if signals.received_by_any_rank(stop=self.engine.data_failure is not None):
             if self.engine.data_failure:
                 return "a data worker was killed"
@@ -396,6 +420,7 @@ class Trainer:
         if self.checkpointer is None:
             return
         with log.paused():
+            # The steps since the last line of the log, which checked those before it.
             log.check(self.state.iteration)
             # The loss of random tokens, with the weights after the last step.
             engine, training = self.engine, self.config.training
@@ -442,6 +467,7 @@ class Trainer:
             self.validator.validate(self.state)
         if self.curves is not None and self.curves.measured_at != self.state.iteration:
             self.curves.measure(self.engine, self.state.iteration)
+        # `train-iters` 0 asks for the validation only.
         if has_validation and self.last_iteration > 0:
             self.validator.test(self.state)
 

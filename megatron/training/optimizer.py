@@ -40,6 +40,7 @@ def configure_optimizer(config: Config, model: nn.Module) -> tuple[torch.optim.O
             f"; learning rate of the positional parameters: {factor:g} times that of the other "
             "parameters"
         )
+    # Such an optimizer needs the matrices, of which ZeRO gives it only flat parts.
     if settings.spec.whole_parameters:
         optimizer = WholeParameterOptimizer(optimizer)
     optimizer.register_step_post_hook(lambda stepped, *_: project_masters(stepped))
@@ -107,6 +108,7 @@ def parameter_groups(
     separates_matrices: put the weight matrices of transformer blocks, without those of the
     positional method, into a group with the key "matrices".
     """
+    # What a parameter is: of a method, a matrix of it, bounded, or in a block.
     methods = [module for module in model.modules() if isinstance(module, PositionalMethod)]
     positional = {id(parameter) for method in methods for parameter in method.parameters()}
     inner = [module for method in methods for module in method.modules()]
@@ -128,6 +130,8 @@ def parameter_groups(
         decays = parameter.dim() >= 2
         if is_positional:
             decays = number in matrices
+
+        # The options, which are also the key of the group.
         options: dict[str, Any] = {"weight_decay": 0.0}
         if decays:
             options["weight_decay"] = weight_decay

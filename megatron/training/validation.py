@@ -58,6 +58,7 @@ class Validator:
     def _measure(
         self, name: str, dataset: Samples, state: TrainingState, consumed_samples: int
     ) -> None:
+        # A loader of its own, which begins at the given sample.
         engine, started_at = self._engine, time.perf_counter()
         batches = engine.batches(dataset, consumed_samples)
         loss = engine.validate(batches, engine.config.training.eval_iters * engine.accumulation)
@@ -91,6 +92,7 @@ class Share(NonOverlapping):
     def plan(
         self, available: int, lengths: Sequence[int], token_budget: int | None
     ) -> list[Segments]:
+        # Pieces that all lengths divide, so that a share is the same text at every length.
         (pieces,) = super().plan(available, [math.lcm(*lengths)], token_budget)
         share = pieces.shard(self.rank, self.ranks)
         return [share.cut(length) for length in lengths]
@@ -110,6 +112,8 @@ class ExtrapolationCurves:
         self._logger, self._budget = logger, training.extrapolation_budget
         self.lengths = tuple(dict.fromkeys(training.extrapolation_lengths or ()))
         self.measured_at: int | None = None  # iteration
+
+        # All lengths divide a piece of text of `common` tokens, so all score the same tokens.
         common = math.lcm(*self.lengths)
         self._text = evaluation_text(config)
         if len(self._text.tokens) < common + 1:
@@ -117,8 +121,10 @@ class ExtrapolationCurves:
                 f"extrapolation-lengths {', '.join(map(str, self.lengths))} need {common + 1:,} "
                 "tokens; use shorter lengths, or enlarge the validation part of split"
             )
+        # All replicas count all pieces, whichever they measure.
         (pieces,) = self._text.plan(NonOverlapping(), [common], self._budget)
         self.num_tokens = pieces.targets
+        # The pieces are dealt to the replicas; with few pieces, some get none.
         self._share = Share(rank=layout.data_rank, ranks=layout.data_size)
         self._has_share = layout.data_rank < len(pieces.starts)
         logger.info(

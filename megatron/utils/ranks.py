@@ -13,6 +13,8 @@ import torch.distributed as dist
 from megatron.utils.errors import UserError, first_line
 
 T = TypeVar("T")
+# Prints a line, once per run.
+Report = Callable[[str], None]
 
 
 def run_on_rank_0(function: Callable[[], T]) -> T:

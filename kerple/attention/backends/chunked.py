@@ -13,7 +13,7 @@ n heads, m key/value heads, c queries, l keys.
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any, cast
 
@@ -38,15 +38,15 @@ def chunked_attention(call: AttentionCall) -> Tensor:
     modified = call.modify_scores is not None or call.products is not None
     if modified or call.has_pair_mask or not call.span.causal:
         return _attend_in_chunks(call)
+    tensors = call.query, call.key, call.value, call.tables.bias, call.tables.weight
+    inputs = *tensors, call.scale, call.span.window, call.dropout_p
     if torch.compiler.is_compiling():
         # torch.compile does not trace into an operator, so one graph serves all lengths.
-        tensors = call.query, call.key, call.value, call.tables.bias, call.tables.weight
-        compiled, _ = _operator(*tensors, call.scale, call.span.window, call.dropout_p)
+        compiled, _ = _operator(*inputs)
         return cast(Tensor, compiled)
     if call.q_len == 1 and not call.dropout_p:
         return _attend_to_single_query(call)
-    inputs = (call.query, call.key, call.value, call.tables.bias, call.tables.weight)
-    context: Tensor = _ChunkedAttention.apply(call, *inputs)
+    context: Tensor = _ChunkedAttention.apply(*inputs)
     return context
 
 
@@ -141,67 +141,31 @@ class _Workspace:
         return self.memory[: math.prod(shape)].view(shape)
 
 
-class _ChunkedAttention(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        call: AttentionCall,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        bias_table: Tensor | None,
-        weight_table: Tensor | None,
-    ) -> Tensor:
-        # The backward pass recomputes the scores, with the same dropout.
-        plan = ChunkPlan.for_call(call)
-        seed = _draw_seed(call)
-        ctx.save_for_backward(query, key, value, bias_table, weight_table)
-        ctx.plan, ctx.seed = plan, seed
-        ctx.scale = call.scale
-        ctx.span = call.span
-        ctx.dropout_p = call.dropout_p
-        return _chunked_forward(call, plan, seed)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_context: Tensor) -> tuple[Tensor | None, ...]:
-        call = _restored_call(ctx.saved_tensors, ctx.scale, ctx.span, ctx.dropout_p)
-        with without_autocast(call.query.device):
-            grads = _chunked_backward(
-                call, ctx.plan, ctx.seed, grad_context, *ctx.needs_input_grad[4:6]
-            )
-        return None, *grads
-
-
-def _draw_seed(call: AttentionCall) -> int:
-    """The seed of the call's dropout; 0 without dropout."""
-    if not call.dropout_p:
-        return 0
-    return int(torch.randint(2**62, (), device="cpu"))
-
-
-def _restored_call(
-    tensors: Sequence[Tensor | None], scale: float, span: Span, dropout_p: float
+def _chunked_call(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bias_table: Tensor | None,
+    weight_table: Tensor | None,
+    scale: float,
+    window: int | None,
+    dropout_p: float,
 ) -> AttentionCall:
-    """The call with these query, key, value, bias table and weight table."""
-    query, key, value, bias_table, weight_table = tensors
-    assert query is not None
-    assert key is not None
-    assert value is not None
-    tables = PositionTables(bias=bias_table, weight=weight_table)
+    """The call with the operator's arguments."""
     return AttentionCall(
         query=query,
         key=key,
         value=value,
         scale=scale,
-        tables=tables,
-        span=span,
+        tables=PositionTables(bias=bias_table, weight=weight_table),
+        span=Span(window),
         dropout_p=dropout_p,
     )
 
 
-def _chunked_forward(call: AttentionCall, plan: ChunkPlan, seed: int) -> Tensor:
+def _chunked_forward(call: AttentionCall, seed: int) -> Tensor:
     """The context `[b, h, s, v]`."""
+    plan = ChunkPlan.for_call(call)
     query = call.query
     key = call.key
     value = call.value
@@ -236,13 +200,13 @@ def _chunked_forward(call: AttentionCall, plan: ChunkPlan, seed: int) -> Tensor:
 
 def _chunked_backward(
     call: AttentionCall,
-    plan: ChunkPlan,
     seed: int,
     grad_context: Tensor,
     needs_grad_bias: bool,
     needs_grad_weight: bool,
 ) -> tuple[Tensor | None, ...]:
     """The gradients of query, key, value, bias table and weight table."""
+    plan = ChunkPlan.for_call(call)
     dtype = call.compute_dtype
     head_size = call.query.shape[3]
     like = call.query.new_empty(0, dtype=dtype)
@@ -348,10 +312,10 @@ def _add_product(
         target.add_(torch.bmm(left, right, out=workspace(*target.shape)), alpha=scale)
 
 
-# -- the same as operators of torch.library, for torch.compile -------------------------------------
+# -- autograd, and operators of torch.library for torch.compile ------------------------------------
 
 
-def _operator_forward(
+def _forward(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -363,15 +327,17 @@ def _operator_forward(
 ) -> tuple[Tensor, Tensor]:
     """The context, in memory `[b, s, h, v]`, and the seed of the dropout."""
     tensors = query, key, value, bias_table, weight_table
-    call = _restored_call(tensors, scale, Span(window), dropout_p)
-    seed = _draw_seed(call)
-    context = _chunked_forward(call, ChunkPlan.for_call(call), seed)
-    return context.transpose(1, 2).contiguous().transpose(1, 2), torch.tensor(seed, device="cpu")
+    call = _chunked_call(*tensors, scale, window, dropout_p)
+    seed = torch.zeros((), dtype=torch.int64, device="cpu")
+    if dropout_p:
+        seed = torch.randint(2**62, (), device="cpu")
+    context = _chunked_forward(call, int(seed))
+    return context.transpose(1, 2).contiguous().transpose(1, 2), seed
 
 
 # Exported models contain this file, so each copy has its own name.
 _NAMESPACE = re.sub(r"\W", "_", __name__)
-_operator = torch.library.custom_op(f"{_NAMESPACE}::attention", _operator_forward, mutates_args=())
+_operator = torch.library.custom_op(f"{_NAMESPACE}::attention", _forward, mutates_args=())
 
 
 @_operator.register_fake
@@ -381,7 +347,7 @@ def _(query: Tensor, key: Tensor, value: Tensor, *others: object) -> tuple[Tenso
     return context, torch.empty((), dtype=torch.int64, device="cpu")
 
 
-def _operator_backward(
+def _backward(
     grad_context: Tensor,
     query: Tensor,
     key: Tensor,
@@ -397,16 +363,14 @@ def _operator_backward(
 ) -> list[Tensor]:
     """The gradients of query, key and value, and of the tables that need one."""
     tensors = query, key, value, bias_table, weight_table
-    call = _restored_call(tensors, scale, Span(window), dropout_p)
+    call = _chunked_call(*tensors, scale, window, dropout_p)
     with without_autocast(query.device):
-        grads = _chunked_backward(
-            call, ChunkPlan.for_call(call), int(seed), grad_context, needs_bias, needs_weight
-        )
+        grads = _chunked_backward(call, int(seed), grad_context, needs_bias, needs_weight)
     return [grad.contiguous() for grad in grads if grad is not None]
 
 
 _backward_operator = torch.library.custom_op(
-    f"{_NAMESPACE}::attention_backward", _operator_backward, mutates_args=()
+    f"{_NAMESPACE}::attention_backward", _backward, mutates_args=()
 )
 
 
@@ -427,11 +391,14 @@ def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, 
     ctx.constants = inputs[5:]
 
 
-def _gradients(ctx: Any, grad_context: Tensor, grad_seed: None) -> tuple[Tensor | None, ...]:
+def _gradients(
+    ctx: Any,
+    grad_context: Tensor,
+    grad_seed: None = None,
+    backward: Callable[..., list[Tensor]] = _backward_operator,
+) -> tuple[Tensor | None, ...]:
     needs_bias, needs_weight = ctx.needs_input_grad[3:5]
-    grads = _backward_operator(
-        grad_context, *ctx.saved_tensors, *ctx.constants, needs_bias, needs_weight
-    )
+    grads = backward(grad_context, *ctx.saved_tensors, *ctx.constants, needs_bias, needs_weight)
     grad_tables: list[Tensor | None] = [None, None]
     if needs_bias:
         grad_tables[0] = grads[3]
@@ -441,6 +408,21 @@ def _gradients(ctx: Any, grad_context: Tensor, grad_seed: None) -> tuple[Tensor 
 
 
 _operator.register_autograd(_gradients, setup_context=_save_for_backward)
+
+
+class _ChunkedAttention(torch.autograd.Function):
+    """The operator without its dispatch: from its arguments to the context."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> Tensor:
+        output = _forward(*inputs)
+        _save_for_backward(ctx, inputs, output)
+        return output[0]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_context: Tensor) -> tuple[Tensor | None, ...]:
+        return _gradients(ctx, grad_context, backward=_backward)
 
 
 CHUNKED = Backend("chunked", chunked_attention, modify_scores=True)

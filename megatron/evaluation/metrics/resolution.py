@@ -146,16 +146,12 @@ class ScoreRecorder:
 
     def add(self, call: AttentionCall) -> None:
         """Add the scores of a call without documents."""
-        query, key, tables, decay_sums = call.query, call.key, call.tables, call.decay_sums
-        span, method, dropped = call.span, call.method, call.dropped
-        s, t = call.q_len, call.kv_len
-
         # As many queries at once as memory allows.
+        query, method, tables, t = call.query, call.method, call.tables, call.kv_len
         fitting = MAX_SCORES // (query.shape[0] * query.shape[1] * t)
         rows = max(MIN_QUERIES, min(MAX_QUERIES, fitting))
         if method is not None and "scale_qk" in method.hooks:
             rows = min(rows, method.segment)
-        max_kv_len = span.max_kv_len(t)
 
         # Sums for as many distances as there are keys.
         if not len(self._counts):
@@ -164,31 +160,33 @@ class ScoreRecorder:
         missing = max(0, t - len(self._counts))
         self._sums = F.pad(self._sums, (0, missing))
         self._counts = F.pad(self._counts, (0, missing))
-        for first in range(0, s, rows):
-            last = min(first + rows, s)
-            begin, end = span.first_key(t - s + first), t - s + last
-            queries = query[:, :, first:last]  # [b, h, c, d]
-            keys = key[:, :, begin:end]  # [b, g, l, d]
-            query_positions = torch.arange(t - s + first, end) + dropped
-            key_positions = torch.arange(begin, end) + dropped
+        for first in range(0, call.q_len, rows):
+            # The queries at positions start ... end-1, and the keys that they attend to.
+            last = min(first + rows, call.q_len)
+            start, end = call.offset + first, call.offset + last
+            begin = call.span.first_key(start)
+            part = call.part(slice(first, last), slice(begin, end))
+            queries, keys = part.query, part.key  # [b, h, c, d], [b, g, l, d]
+            query_positions = torch.arange(start, end) + call.dropped
+            key_positions = torch.arange(begin, end) + call.dropped
             if method is not None and "scale_qk" in method.hooks:
                 queries, keys = method.scale_qk(queries, keys, query_positions, key_positions)
 
             # The scores [b, h, c, l], in at least float32, with the decay and the network of DAPE.
-            dtype = torch.promote_types(query.dtype, torch.float32)
-            keys = keys.repeat_interleave(queries.shape[1] // keys.shape[1], dim=1)  # [b, h, l, d]
-            scores = queries.to(dtype) @ keys.to(dtype).transpose(-1, -2) * query.shape[3] ** -0.5
-            if decay_sums is not None:
-                of_queries = decay_sums[..., t - s + first : end].unsqueeze(-1)
-                of_keys = decay_sums[..., begin:end].unsqueeze(-2)
+            dtype = call.compute_dtype
+            keys = keys.repeat_interleave(call.queries_per_kv, dim=1)  # [b, h, l, d]
+            scores = queries.to(dtype) @ keys.to(dtype).transpose(-1, -2) * call.scale
+            if part.decay_sums is not None:
+                of_queries = part.decay_sums[..., first - last :].unsqueeze(-1)
+                of_keys = part.decay_sums.unsqueeze(-2)
                 scores = scores + (of_queries - of_keys).to(dtype)
-            mask = span.mask(range(t - s + first, end), range(begin, end), query.device)
-            if method is not None and "modify_scores" in method.hooks:
+            mask = call.mask(slice(start, end), slice(begin, end))
+            if call.modify_scores is not None:
                 chunk = Chunk(scores, queries, query_positions, key_positions, mask, tables.scores)
-                scores = method.final_scores(chunk)
+                scores = call.modify_scores(chunk)
 
             # All unmasked pairs have a distance below `max_kv_len`, as do the tables.
-            distances = min(end - begin, max_kv_len)
+            distances = min(end - begin, call.max_kv_len)
             sums = sum_by_distance(scores.masked_fill(mask, 0.0))[..., :distances]
             counts = sum_by_distance((~mask).to(dtype))[:distances]
 
