@@ -173,6 +173,7 @@ def load_positional(model: PreTrainedModel, folder: str | Path) -> PreTrainedMod
     trained with other weights. Raises ValueError if the folder has no method, or one that does not
     fit; see `use_positional`.
     """
+    # The method as it was saved, with new parameters.
     folder = Path(folder)
     description, weights = _read(folder, model)
     use_positional(
@@ -197,6 +198,8 @@ def load_positional(model: PreTrainedModel, folder: str | Path) -> PreTrainedMod
     except RuntimeError as error:
         use_positional(model, None)
         raise ValueError(f"{folder}: {error}") from error
+
+    # Nothing else tells whether they were trained with these weights.
     if _differ(description.get("embedding"), _sample(_embedding_of(model))):
         saved = description.get("base_model") or "another model"
         warnings.warn(

@@ -5,7 +5,7 @@ import contextlib
 import hashlib
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -59,7 +59,7 @@ from megatron.tokenizer.tokenizer import TokenizerFiles
 from megatron.utils.environment import commit, machine, versions
 from megatron.utils.errors import import_package, visible
 from megatron.utils.files import check_writable
-from megatron.utils.ranks import run_on_rank_0
+from megatron.utils.ranks import Report, run_on_rank_0
 
 DESCRIPTION = "Measure the perplexity of checkpoints on texts of their training length and longer."
 
@@ -326,7 +326,7 @@ def _build_tokenizer(
     models: Sequence[EvaluatedModel],
     config: Config,
     options: argparse.Namespace,
-    report: Callable[[str], None],
+    report: Report,
 ) -> Tokenizer | None:
     """The tokenizer that the user's configuration names, or else the first checkpoint's; None if it
     cannot be read and no option needs it. Raises UserError if one needs it, or a checkpoint has
@@ -370,7 +370,7 @@ def _build_tokenizer(
 
 
 def _check_data(
-    models: Sequence[EvaluatedModel], config: Config, part: str, report: Callable[[str], None]
+    models: Sequence[EvaluatedModel], config: Config, part: str, report: Report
 ) -> list[str | None]:
     """The `trained_text` of each model's records. Reports it, and the datasets that a model was not
     trained with.

@@ -2,7 +2,7 @@
 
 import importlib
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -19,6 +19,7 @@ from megatron.sweep.runner import Display, Runner
 from megatron.utils.command_line import OptionParser, integer
 from megatron.utils.files import check_writable
 from megatron.utils.processes import Lock
+from megatron.utils.ranks import Report
 
 # The command `kerple` of this installation or checkout.
 KERPLE = [sys.executable, str(Path(__file__).resolve().parents[2] / "kerple_command.py")]
@@ -167,7 +168,7 @@ def _run(
     return int(bool(runner.failures))
 
 
-def _report(sweep: Sweep, runs: Sequence[SweepRun], say: Callable[[str], None]) -> None:
+def _report(sweep: Sweep, runs: Sequence[SweepRun], say: Report) -> None:
     """Write the report of the finished runs, after another process that is writing it."""
     from megatron.plots.checkpoints import add_weight_figures
     from megatron.reporting.report import Sources, write_report

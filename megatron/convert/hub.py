@@ -18,8 +18,8 @@ from huggingface_hub import constants
 from kerple import __version__
 from megatron.checkpoint.directory import has_checkpoint, looks_like_checkpoint
 from megatron.convert.hugging_face import from_hugging_face
-from megatron.convert.output import Report
 from megatron.utils.errors import UserError, first_line
+from megatron.utils.ranks import Report
 
 PREFIX = "hf:"
 

@@ -32,7 +32,6 @@ from megatron.convert.hugging_face_config import (
     stock_type,
 )
 from megatron.convert.output import (
-    Report,
     check_same_logits,
     compared_lengths,
     largest_difference,
@@ -64,6 +63,7 @@ from megatron.model.gpt import GPT
 from megatron.model.settings import ModelSettings
 from megatron.tokenizer.tokenizer import TokenizerFiles
 from megatron.utils.errors import first_line, import_package
+from megatron.utils.ranks import Report
 
 
 def to_hugging_face(

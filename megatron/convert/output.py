@@ -28,6 +28,7 @@ from megatron.convert.weights import cast, layers_with_weights
 from megatron.model.gpt import GPT
 from megatron.utils.files import check_writable, sync_folder
 from megatron.utils.processes import Lock
+from megatron.utils.ranks import Report
 
 # Largest allowed difference of two logits, in units of max(1, standard deviation of the logits).
 TOLERANCE = 1e-4
@@ -36,7 +37,6 @@ MAX_LONGER_LENGTH = 2560
 
 # int64 tokens `[b, s]` -> logits `[b, s, v]`
 Logits = Callable[[Tensor], Tensor]
-Report = Callable[[str], None]
 
 
 def check_new_folder(output: str | Path) -> None:

@@ -27,6 +27,7 @@ from megatron.training.flops import peak_flops
 from megatron.utils.errors import first_line, import_package
 from megatron.utils.files import METRICS
 from megatron.utils.progress import fitted, readable_time
+from megatron.utils.ranks import Report
 from megatron.utils.secrets import without_secrets
 
 if TYPE_CHECKING:
@@ -431,7 +432,7 @@ def peak_memory(device: torch.device) -> int:
 
 @contextlib.contextmanager
 def profiled_steps(
-    config: Config, layout: Layout, iteration: int, report: Callable[[str], None]
+    config: Config, layout: Layout, iteration: int, report: Report
 ) -> Iterator[Callable[[], None]]:
     """If `profile` is true, profile the steps with `profile_step_start` to `profile_step_stop` - 1
     earlier steps.

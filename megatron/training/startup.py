@@ -6,7 +6,6 @@ import contextlib
 import math
 import os
 import secrets
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -44,7 +43,7 @@ from megatron.training.deepspeed_setup import check_deepspeed
 from megatron.utils.errors import first_line
 from megatron.utils.files import check_writable
 from megatron.utils.processes import Lock
-from megatron.utils.ranks import run_on_all_ranks, run_on_rank_0
+from megatron.utils.ranks import Report, run_on_all_ranks, run_on_rank_0
 
 
 def lock_log_folders(config: Config, resources: contextlib.ExitStack) -> None:
@@ -121,7 +120,7 @@ def _check_that_all_hosts_share(folder: Path) -> None:
         run_on_rank_0(lambda: probe.unlink(missing_ok=True))
 
 
-def identify_run(save: str | None, state: TrainingState, report: Callable[[str], None]) -> str:
+def identify_run(save: str | None, state: TrainingState, report: Report) -> str:
     """The run that continues from a state: that of the state, or a new one if `save` is a copy of
     its folder. Reports where it comes from.
     """
@@ -187,7 +186,7 @@ def find_start(
     layout: Layout,
     tokenizer: Tokenizer,
     resources: contextlib.ExitStack,
-    report: Callable[[str], None],
+    report: Report,
 ) -> Start:
     """Check the machine and the folders, lock `save`, and find the checkpoint. Raises UserError."""
     # An error that several ranks find is printed once.
@@ -245,9 +244,7 @@ def find_start(
     return Start(source, checkpoint, iteration, vocab_size, branch)
 
 
-def _lock_and_resume(
-    config: Config, resources: contextlib.ExitStack, report: Callable[[str], None]
-) -> Config:
+def _lock_and_resume(config: Config, resources: contextlib.ExitStack, report: Report) -> Config:
     """Lock `save` if the run trains. Returns the configuration that names the weights."""
     load, save = config.checkpoint.load, config.checkpoint.save
     if save is None or config.schedule.last_iteration == 0:
@@ -277,7 +274,7 @@ def try_model(config: Config, place: str) -> None:
 
 
 def report_trained_text(
-    config: Config, checkpoint: Path, datasets: Datasets, report: Callable[[str], None]
+    config: Config, checkpoint: Path, datasets: Datasets, report: Report
 ) -> None:
     """Report if the run validates or tests on documents that the checkpoint was trained on."""
     for part in ("valid", "test"):
@@ -288,7 +285,7 @@ def report_trained_text(
             report(f"notice: {part} data: {checkpoint} may have been trained on them: {notice}")
 
 
-def identify_data(config: Config, start: Start, report: Callable[[str], None]) -> dict[str, str]:
+def identify_data(config: Config, start: Start, report: Report) -> dict[str, str]:
     """Absolute prefix -> fingerprint of the datasets of a run that trains. Reports those that are
     new to a run that resumes; raises UserError if one of them has changed.
     """
