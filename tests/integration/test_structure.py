@@ -103,9 +103,11 @@ def test_unit_tests_start_no_processes():
 
 
 def test_files_are_short():
+    """Without comments, so that no file has fewer of them for its length."""
     limits = {**dict.fromkeys(SOURCES, 500), **dict.fromkeys(TESTS, 600)}
-    lengths = {path: len(path.read_text().splitlines()) for path in limits}
-    assert not [str(path) for path in limits if lengths[path] > limits[path]]
+    for path, limit in limits.items():
+        lines = path.read_text().splitlines()
+        assert len([line for line in lines if not line.strip().startswith("#")]) <= limit, path
 
 
 COMPREHENSIONS = ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp
