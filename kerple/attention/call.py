@@ -28,7 +28,7 @@ from kerple.positional import Chunk, PositionalMethod
 Products = Callable[[Tensor, Tensor, Tensor, Tensor, float], Tensor]
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(kw_only=True, eq=False, slots=True)
 class AttentionCall:
     """The arguments of one call of attention.
 
