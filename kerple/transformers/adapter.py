@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from kerple.attention import Attention
 from kerple.positional import ModelShape, PositionalMethod, build_layers
-from kerple.transformers.mask import attention_of, share_tables
+from kerple.transformers.mask import attention_of, check_inputs, share_tables
 from kerple.transformers.probes import Layer, check_removed, find_attention, remove_positions
 
 # The name of the module with the methods, and the files of an adapter.
@@ -44,7 +44,7 @@ class _State:
     previous: the attention implementations before, of all configurations. methods: those that are
         registered in the model.
     attention: the attention of the layers with a method. description: the content of DESCRIPTION.
-    handles: hooks that remove the model's own positions.
+    handles: hooks that check inputs, and that remove the model's own positions.
     """
 
     previous: list[tuple[Any, str]]
@@ -102,7 +102,7 @@ def use_positional(
     state = _State([(part.config, part.config._attn_implementation) for part in parts])
     try:
         # The self-attention layers, in the order of their calls.
-        calls = find_attention(model)
+        calls = find_attention(model, complete=layers is None)
         chosen = list(range(len(calls)))
         if layers is not None:
             chosen = sorted({int(index) for index in layers})
@@ -357,6 +357,10 @@ def _attach(model: PreTrainedModel, state: _State) -> None:
     for module, attention in state.attention.items():
         module.__dict__["_kerple_attention"] = attention
     model.__dict__["_kerple_state"] = state
+    # Some models call their body's parts instead of the body, and wrappers call the body.
+    body: Any = model.base_model
+    for each in {model, body}:
+        state.handles.append(each.register_forward_pre_hook(check_inputs, with_kwargs=True))
     call = "kerple.transformers.load_positional(model, FOLDER)"
     setattr(model.config, MODULE, {**copy.deepcopy(state.description), "load": call})
     for module in model.modules():

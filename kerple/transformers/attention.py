@@ -14,7 +14,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from kerple.attention import Attention
 from kerple.attention.backend import without_autocast
-from kerple.transformers.mask import Mask, Visible, attention_mask, dense_mask, for_layer
+from kerple.transformers.mask import INPUTS, Mask, Visible, attention_mask, dense_mask, for_layer
 
 # The name of the attention implementation.
 IMPLEMENTATION = "kerple"
@@ -89,13 +89,15 @@ def attention_forward(
         visible = Visible(
             query.shape[2], key.shape[2], query.device, causal=is_causal, dense=attention_mask
         )
+        visible.positions = _positions(attention_mask, query.shape[2])
     if visible.kv_len > key.shape[2]:
         raise ValueError(
             f"attention has {key.shape[2]} keys, but the mask is for {visible.kv_len}; caches that "
             "begin with keys of no token, as of prefix tuning, are not supported"
         )
     key, value = key[:, :, : visible.kv_len], value[:, :, : visible.kv_len]
-    if visible.dense is not None or position_bias is not None or kwargs.get("output_attentions"):
+    probabilities = INPUTS.probabilities or kwargs.get("output_attentions")
+    if visible.dense is not None or position_bias is not None or probabilities:
         with without_autocast(query.device):
             return _dense_attention(
                 module, attention, query, key, value, visible, position_bias, dropout, scaling
@@ -126,12 +128,17 @@ def is_cross(module: nn.Module) -> bool:
 
 
 def _check_mask(mask: Tensor | None, s: int, t: int, is_cross: bool) -> None:
-    """Raises ValueError for a mask of integers. Also if a mask that is a tensor has fewer queries
-    than keys, and the last query does not see the last key: then the places of the queries are not
-    known.
+    """Raises ValueError for a mask of integers, or for another number of keys. Also if a mask that
+    is a tensor has fewer queries than keys, and the last query does not see the last key: then the
+    places of the queries are not known.
     """
     if mask is None:
         return
+    if mask.shape[-1] != t:
+        raise ValueError(
+            f"attention_mask is for {mask.shape[-1]} keys, but a layer has {t}, as with a cache "
+            "that keeps a window; for a mask of four dimensions, use a cache that keeps all keys"
+        )
     if mask.dtype != torch.bool and not mask.is_floating_point():
         raise ValueError(
             f"attention_mask of four dimensions must be bool or floating point, not {mask.dtype}"
@@ -147,6 +154,18 @@ def _check_mask(mask: Tensor | None, s: int, t: int, is_cross: bool) -> None:
             "attention_mask has keys after the last query, as with a static cache; for a mask of "
             "four dimensions, use a dynamic cache"
         )
+
+
+def _positions(mask: Tensor | None, s: int) -> Tensor | None:
+    """Int64 `[b, t]`: the positions of the keys of a mask `[b, 1, 1, t]` for all s queries, which
+    is one of padding. None for another mask, whose keys have the positions of their places.
+    """
+    if mask is None or mask.shape[1:3] != (1, 1) or s == 1:
+        return None
+    is_text = mask[:, 0, 0]
+    if is_text.dtype != torch.bool:
+        is_text = is_text == 0
+    return (is_text.cumsum(dim=1) - 1).clamp(min=0)
 
 
 def _dense_attention(

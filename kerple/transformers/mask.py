@@ -3,6 +3,8 @@
 Legend: b batch, s query length, t key length.
 """
 
+import inspect
+import threading
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -10,7 +12,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 
 from kerple.attention import Attention, Documents, Span, position_tables
@@ -66,6 +68,54 @@ class Mask(Tensor):
         return self
 
 
+class Inputs(threading.local):
+    """What the inputs of a model ask for, in a thread.
+
+    Attributes:
+        packed: several texts in a row, by position_ids that start again.
+        probabilities: those of all layers, by output_attentions.
+    """
+
+    packed: bool = False
+    probabilities: bool = False
+
+
+INPUTS = Inputs()
+
+
+@torch.compiler.disable
+def check_inputs(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """A forward pre-hook. Notes what the inputs ask for, which some models and caches ignore.
+    Raises ValueError for a mask of padding with other numbers than 0 and 1.
+    """
+    inputs = inspect.signature(model.forward).bind_partial(*args, **kwargs).arguments
+    asked = kwargs.get("output_attentions")
+    if asked is None:
+        asked = getattr(model.config, "output_attentions", False)
+    INPUTS.probabilities = bool(asked)
+    INPUTS.packed = False
+
+    # Padding, or None. Other masks say themselves which keys a query sees.
+    padding = inputs.get("attention_mask")
+    if padding is not None and (not isinstance(padding, Tensor) or padding.dim() != 2):
+        return
+    if padding is not None and padding.dtype != torch.bool and bool((padding > 1).any()):
+        raise ValueError(
+            "attention_mask must be 1 for tokens and 0 for padding; to separate the texts of a "
+            "row, pass position_ids that start again, without attention_mask"
+        )
+
+    # A text begins where the next token has no later position. Padding has any positions.
+    positions = inputs.get("position_ids")
+    if positions is None or positions.dim() != 2 or positions.shape[1] == 1:
+        return
+    begins = positions[:, 1:] <= positions[:, :-1]
+    if padding is not None:
+        is_text = padding[:, -positions.shape[1] :].bool()
+        begins = begins & is_text[:, 1:] & is_text[:, :-1]
+    INPUTS.packed = bool(begins.any())
+
+
 @torch.compiler.disable
 def attention_mask(
     batch_size: int,
@@ -118,6 +168,13 @@ def attention_mask(
         ids[:, 1:] = begins.cumsum(dim=1)
         visible.causal = not bool(sees(places[:-1], places[1:]).any())
         is_known = _find_window(visible, sees, ids, local_size)
+
+    packed, INPUTS.packed = INPUTS.packed, False
+    if packed and not bool(ids.any()):
+        raise ValueError(
+            "position_ids start again within a row, but the model does not separate these texts; "
+            "pass use_cache=False and no attention_mask, or give each text a row of its own"
+        )
 
     # What no window and no texts describe, as a mask.
     inner = (is_text[:, 1:] & ~is_text[:, :-1]).sum(dim=1) > (~is_text[:, 0]).long()

@@ -3,7 +3,8 @@ its own positions are gone.
 """
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,10 +28,15 @@ class Layer:
     is_causal: bool
 
 
-def find_attention(model: PreTrainedModel) -> list[Layer]:
-    """The self-attention layers, in the order of their calls. Leaves the implementation set."""
+def find_attention(model: PreTrainedModel, *, complete: bool = True) -> list[Layer]:
+    """The self-attention layers, in the order of their calls. Leaves the implementation set.
+
+    Raises ValueError if no attention, or if `complete` not all attention, uses the
+    AttentionInterface.
+    """
     calls: list[Layer] = []
     modules: set[nn.Module] = set()
+    attended: set[nn.Module] = set()  # cross-attention, too
 
     def observe(
         module: nn.Module,
@@ -40,6 +46,7 @@ def find_attention(model: PreTrainedModel) -> list[Layer]:
         scaling: float | None,
         is_causal: bool,
     ) -> Tensor:
+        attended.add(module)
         # The inputs make queries and keys of cross-attention differ in number.
         if query.shape[2] != key.shape[2]:
             module.__dict__["_kerple_cross"] = True
@@ -50,8 +57,10 @@ def find_attention(model: PreTrainedModel) -> list[Layer]:
 
     model.set_attn_implementation(IMPLEMENTATION)
     body: Any = model.base_model
+    named = [each for each in body.modules() if "Attention" in type(each).__name__]
     try:
-        _run_probe(body, observe, _random_tokens(body))
+        with _watching(named) as called:
+            _run_probe(body, observe, _random_tokens(body))
     except (RuntimeError, IndexError, TypeError, AttributeError) as error:
         raise ValueError(
             f"{type(model).__name__} does not run on a few tokens with the attention of this "
@@ -62,7 +71,32 @@ def find_attention(model: PreTrainedModel) -> list[Layer]:
             f"{type(model).__name__} does not use transformers' AttentionInterface, so a method "
             "cannot be added to its attention"
         )
+
+    # Attention without a call is of another kind, such as the local attention of LongT5. A module
+    # around a call, or within one, is part of it.
+    parts = {part for module in attended for part in module.modules()}
+    for module in called - parts:
+        if complete and attended.isdisjoint(module.modules()):
+            raise ValueError(
+                f"{type(model).__name__}: {type(module).__name__} does not use transformers' "
+                "AttentionInterface, so the method would be missing there; name the layers that "
+                "get it (layers=[...])"
+            )
     return calls
+
+
+@contextmanager
+def _watching(modules: Iterable[nn.Module]) -> Iterator[set[nn.Module]]:
+    """The modules that are called meanwhile."""
+    called: set[nn.Module] = set()
+    handles = []
+    for each in modules:
+        handles.append(each.register_forward_hook(lambda module, *_: called.add(module)))
+    try:
+        yield called
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def _no_attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *_: Any) -> Tensor:
@@ -145,14 +179,9 @@ def remove_positions(model: PreTrainedModel) -> list[Any]:
         is_rotary = type(module).__name__.endswith("RotaryEmbedding")
         if is_rotary or name.rpartition(".")[2] in POSITION_EMBEDDINGS:
             candidates.append((module, is_rotary))
-    called: set[nn.Module] = set()
-    watching = []
-    for module, _ in candidates:
-        watching.append(module.register_forward_hook(lambda module, *_: called.add(module)))
     body: Any = model.base_model
-    _run_probe(body, _no_attention, _random_tokens(body))
-    for handle in watching:
-        handle.remove()
+    with _watching(module for module, _ in candidates) as called:
+        _run_probe(body, _no_attention, _random_tokens(body))
 
     handles: list[Any] = []
     for module, is_rotary in candidates:

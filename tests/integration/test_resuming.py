@@ -221,12 +221,12 @@ def test_relative_paths_are_those_of_the_training(tmp_path, data_path, monkeypat
     evaluate([*words, "--output", str(tmp_path / "report")])
     assert re.search(f"notice: .*{second}/text/own", capsys.readouterr().out)
     trained(tmp_path, "text/own", **keys, train_iters=2)
-    assert "notice: the run continues with text/own" in capsys.readouterr().out
+    assert "notice: the run continues with text/own" in unwrapped(capsys.readouterr().out)
 
     # Each of the two is known by its own path.
     monkeypatch.chdir(first)
     trained(tmp_path, "text/own", **keys, train_iters=3)
-    assert "notice: the run continues" not in capsys.readouterr().out
+    assert "notice: the run continues" not in unwrapped(capsys.readouterr().out)
     write_corpus(second / "text", documents=70)
     for file in (second / "text").glob("text_document.*"):
         file.replace(file.with_name(f"own{file.suffix}"))
@@ -240,12 +240,12 @@ def test_a_split_that_validates_on_what_was_trained(tmp_path, data_path, capsys)
     trained(tmp_path, data_path, **keys)
     new = {**keys, "finetune": True, "load": str(tmp_path / "checkpoints")}
     trained(tmp_path, data_path, **new, save=str(tmp_path / "tuned"))
-    assert "may have been trained" not in capsys.readouterr().out
+    assert "may have been trained" not in unwrapped(capsys.readouterr().out)
     new = {**new, "load": str(tmp_path / "tuned"), "split": "2,7,1"}
     for train_iters in (0, 1):
         save = str(tmp_path / f"last{train_iters}")
         trained(tmp_path, data_path, **{**new, "train_iters": train_iters, "save": save})
-        output = capsys.readouterr().out
+        output = unwrapped(capsys.readouterr().out)
         assert re.search("valid data: .*tuned.*may have been trained", output)
         assert "test data" not in output
 

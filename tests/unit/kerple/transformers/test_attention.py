@@ -135,16 +135,23 @@ def test_generation_after_an_encoder(name, cache):
     assert torch.equal(model.generate(**inputs, **options), expected)
 
 
+@pytest.mark.parametrize("name", ["llama", "gpt2", "opt"])
 @torch.no_grad()
-def test_attention_probabilities():
-    model = family_model("llama")
+def test_attention_probabilities(name):
+    """Of all layers, also if the model does not pass the request on to them."""
+    model = family_model(name)
     use_positional(model, "kerple_log")
     inputs = family_inputs(model, "left")
+    is_text = inputs["attention_mask"].bool()
     expected = model(**inputs)[0]
-    found = model(**inputs, output_attentions=True)
-    assert (found.logits - expected)[inputs["attention_mask"].bool()].abs().max() < 1e-4
-    sums = found.attentions[0].sum(dim=-1).transpose(1, 2)[inputs["attention_mask"].bool()]
-    assert torch.allclose(sums, torch.ones_like(sums))
+    for _ in range(2):
+        found = model(**inputs, output_attentions=True)
+        assert (found.logits - expected)[is_text].abs().max() < 1e-4
+        assert len(found.attentions) == 2
+        for layer in found.attentions:
+            sums = layer.sum(dim=-1).transpose(1, 2)[is_text]
+            assert torch.allclose(sums, torch.ones_like(sums))
+        assert torch.equal(model(**inputs)[0], expected)
 
 
 @pytest.mark.parametrize("method", ["kerple_log", "dape_kerple"])

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from transformers import StaticCache
+from transformers import AutoConfig, AutoModel, DynamicCache, StaticCache
 from transformers.masking_utils import (
     sliding_window_bidirectional_mask_function,
     sliding_window_causal_mask_function,
@@ -85,6 +85,56 @@ def test_a_mask_with_unused_keys():
     expected = model(tokens)[0]
     found = model(tokens, attention_mask=sees[..., :12])[0]
     assert (found - expected).abs().max() < 1e-4
+
+
+@torch.no_grad()
+def test_a_mask_with_a_cache_that_keeps_a_window():
+    """Its layers have fewer keys than the mask."""
+    model = family_model("mistral")
+    use_positional(model, "alibi")
+    cache = DynamicCache(config=model.config)
+    tokens = family_inputs(model)["input_ids"]
+    sees = torch.ones(3, 1, 12, 12, dtype=torch.bool).tril()
+    model(tokens[:, :8], attention_mask=sees[..., :8, :8], past_key_values=cache)
+    with pytest.raises(ValueError, match="window"):
+        model(tokens[:, 8:], attention_mask=sees[..., 8:, :], past_key_values=cache)
+
+
+@torch.no_grad()
+def test_padding_that_the_model_makes_a_mask_of():
+    """Between tokens, it has no distance."""
+    sizes = {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2}
+    config = AutoConfig.for_model("layoutlm", **sizes, num_attention_heads=4, intermediate_size=64)
+    model = AutoModel.from_config(config).eval()
+    use_positional(model, "kerple_log", own_positions="keep")
+    tokens = torch.randint(3, VOCABULARY, (2, 6))
+    kept = torch.tensor([0, 1, 4, 5, 6, 9])
+    longer, mask, positions = torch.zeros(3, 2, 10, dtype=torch.int64)
+    longer[:, kept], mask[:, kept], positions[:, kept] = tokens, 1, torch.arange(6)
+    expected = model(tokens)[0]
+    found = model(longer, attention_mask=mask, position_ids=positions)[0][:, kept]
+    assert (found - expected).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "opt", "bert"])
+@torch.no_grad()
+def test_texts_that_are_not_separated(name):
+    """transformers separates none with a cache or a mask, and some models never do."""
+    model = family_model(name)
+    use_positional(model, "kerple_log")
+    tokens = family_inputs(model)["input_ids"][:1]
+    ones = torch.ones_like(tokens)
+    positions = torch.tensor([[0, 1, 2, 3, 4, 0, 1, 0, 1, 2, 3, 4]])
+    calls: list[dict[str, object]] = [{}, {"attention_mask": ones}]
+    if name in ("opt", "bert"):
+        calls.append({"use_cache": False})
+    for options in calls:
+        with pytest.raises(ValueError, match="position_ids"):
+            model(tokens, position_ids=positions, **options)
+    with pytest.raises(ValueError, match="attention_mask"):
+        model(tokens, attention_mask=ones + (positions < 2))
+    padded = ones.index_fill(1, torch.arange(3), 0)
+    model(tokens, attention_mask=padded, position_ids=(padded.cumsum(1) - 1).clamp(min=0))
 
 
 @pytest.mark.parametrize("name", ["bart", "t5"])

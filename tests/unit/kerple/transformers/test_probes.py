@@ -6,6 +6,8 @@ from transformers import (
     AutoConfig,
     AutoModelForQuestionAnswering,
     AutoModelForSequenceClassification,
+    LongT5Config,
+    LongT5ForConditionalGeneration,
 )
 
 from kerple.positional import T5
@@ -77,3 +79,14 @@ def test_methods_for_causal_attention_only():
     with pytest.raises(NotImplementedError, match="after the query"):
         use_positional(family_model("bert"), "stick_breaking")
     use_positional(family_model("llama"), "stick_breaking")
+
+
+def test_attention_of_another_kind():
+    """The encoder's local attention does not use the interface; the decoder's does."""
+    sizes = {"vocab_size": 99, "d_model": 32, "d_kv": 8, "d_ff": 64}
+    config = LongT5Config(**sizes, num_layers=2, num_heads=4, decoder_start_token_id=1)
+    model = LongT5ForConditionalGeneration(config).eval()
+    with pytest.raises(ValueError, match="LongT5LayerLocalSelfAttention"):
+        use_positional(model, "kerple_log")
+    use_positional(model, "kerple_log", layers=[0, 1])
+    assert len(model.kerple_positional) == 1

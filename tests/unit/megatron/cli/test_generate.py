@@ -4,6 +4,7 @@ requests.
 
 import io
 import json
+import re
 import sys
 from functools import partial
 from pathlib import Path
@@ -122,8 +123,9 @@ def test_texts_are_printed_by_default(tmp_path, monkeypatch, configuration, trai
     words = [configuration(), "-i", "p.txt", "--set"]
     main([*words, "maximum_tokens=4"])
     first, second = expected(trained[1], ["ab", "cd"], maximum_tokens=4)
-    assert capsys.readouterr().out == (
-        f"--- sample 1 of 2, 4 tokens ---\nab{first}\n--- sample 2 of 2, 4 tokens ---\ncd{second}\n"
+    output = re.sub(r"[1-4] tokens", "N tokens", capsys.readouterr().out)  # fewer, if a text ends
+    assert output == (
+        f"--- sample 1 of 2, N tokens ---\nab{first}\n--- sample 2 of 2, N tokens ---\ncd{second}\n"
     )
     assert sorted(path.name for path in tmp_path.iterdir()) == ["all.yml", "p.txt"]
 
