@@ -255,8 +255,8 @@ def trained_text_notice(step: Path, documents: Mapping[str, tuple[int, int]]) ->
 
 def training_recipe(step: Path, saved: Config) -> str:
     """16 hexadecimal digits that identify how a checkpoint was trained, except for its seed: its
-    configuration, without what does not change the training, and the data, batch size and precision
-    that its state records.
+    configuration, without what does not change the training, and the data, batch size, precision
+    and earlier recipes that its state records.
 
     saved: its `checkpoint_config`.
     """
@@ -265,10 +265,39 @@ def training_recipe(step: Path, saved: Config) -> str:
         state = read_state_file(step)
     except CheckpointError:
         state = {}
-    data = sorted(set(saved_training(step).get("data", {}).values()))
+    training = saved_training(step)
+    data = sorted(set(training.get("data", {}).values()))
     batch, precision = state.get("global_batch"), state.get("precision")
-    identity = keys, saved.checkpoint.finetune, data, batch, precision
+    earlier = training.get("earlier_recipes", [])
+    identity = keys, saved.checkpoint.finetune, data, batch, precision, earlier
     return hashlib.sha256(repr(identity).encode()).hexdigest()[:16]
+
+
+def earlier_recipes(step: Path, config: Config, global_batch: int) -> list[str]:
+    """`TrainingState.earlier_recipes` of a run that starts from a checkpoint: also with the
+    checkpoint's, if the run does not train in the same way.
+    """
+    earlier: list[str] = saved_training(step).get("earlier_recipes", [])
+    try:
+        saved = saved_config(step, config)
+        batch = read_state_file(step).get("global_batch")
+    except CheckpointError:  # as of other programs
+        return earlier
+    is_same = _same_training(saved, config) and batch == global_batch
+    if is_same and not config.checkpoint.finetune:
+        return earlier
+    return [*earlier, training_recipe(step, saved)]
+
+
+def _same_training(one: Config, other: Config) -> bool:
+    """Whether two configurations train in the same way, apart from where they end."""
+    both = []
+    for config in (one, other):
+        keys = config.model_dump(include=RECIPE, exclude=NOT_IN_RECIPE)
+        decay = config.schedule.lr_decay_iters or config.schedule.last_iteration
+        keys["schedule"] |= {"train_iters": None, "lr_decay_iters": decay}
+        both.append(keys)
+    return both[0] == both[1]
 
 
 def model_differences(saved: Config, config: Config, *, evaluation: bool = False) -> list[str]:

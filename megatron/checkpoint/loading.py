@@ -6,6 +6,7 @@ from typing import Any
 from megatron.checkpoint.configuration import (
     UnavailableMethod,
     code_notice,
+    earlier_recipes,
     model_differences,
     replaces_positional_method,
     saved_config,
@@ -284,6 +285,7 @@ def load_checkpoint(
     else:
         state = _resume(engine, config, step, report)
         report(f"loaded {step}: iteration {state.iteration}, {state.consumed_samples} samples read")
+    state.earlier_recipes = earlier_recipes(step, config, engine.global_batch)
     return state
 
 

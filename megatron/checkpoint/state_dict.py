@@ -70,6 +70,8 @@ class TrainingState:
         code: `code_digests` of an external positional method.
         trained_documents: `data_fingerprint` -> first and one-past-last document of each dataset of
             which the weights were trained, also before `finetune`.
+        earlier_recipes: `training_recipe` of each part of the training before the present one, such
+            as before `finetune` or another learning rate.
     """
 
     iteration: int = 0
@@ -89,6 +91,7 @@ class TrainingState:
     data: dict[str, str] = field(default_factory=dict)
     code: list[str] = field(default_factory=list)
     trained_documents: dict[str, tuple[int, int]] = field(default_factory=dict)
+    earlier_recipes: list[str] = field(default_factory=list)
 
 
 def gathered(
