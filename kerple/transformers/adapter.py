@@ -155,7 +155,7 @@ def save_positional(model: PreTrainedModel, folder: str | Path) -> None:
     module = getattr(owner, MODULE)
     weights = {name: tensor.detach().contiguous() for name, tensor in module.state_dict().items()}
     data = save(weights, metadata={"format": "pt"})
-    text = json.dumps({**description, "sha256": hashlib.sha256(data).hexdigest()}, indent=1) + "\n"
+    text = json.dumps({**description, "sha256": _digest(description, data)}, indent=1) + "\n"
     # If the second file is not written, the digest in the old one does not fit the first.
     for name, content in ((WEIGHTS, data), (DESCRIPTION, text.encode())):
         unfinished = folder / f"{name}.unfinished"
@@ -293,12 +293,18 @@ def _read_adapter(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     _check_keys(description, str(folder / DESCRIPTION), IN_DESCRIPTION)
     # Weights and description are two files, which must be of the same call.
     data = (folder / WEIGHTS).read_bytes()
-    if hashlib.sha256(data).hexdigest() != description["sha256"]:
+    if description.pop("sha256") != _digest(description, data):
         raise ValueError(
-            f"{folder / WEIGHTS}: is damaged, or was not saved together with {DESCRIPTION}; save "
-            "the method again"
+            f"{folder / WEIGHTS}: is damaged, or was not saved together with this {DESCRIPTION}; "
+            "save the method again"
         )
     return description, load(data)
+
+
+def _digest(description: dict[str, Any], weights: bytes) -> str:
+    """SHA-256 (hexadecimal) of both files of an adapter."""
+    text = json.dumps(description, sort_keys=True)
+    return hashlib.sha256(text.encode() + weights).hexdigest()
 
 
 def _check_keys(description: Any, place: str, further: set[str]) -> None:

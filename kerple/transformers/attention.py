@@ -14,10 +14,16 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from kerple.attention import Attention
 from kerple.attention.backend import without_autocast
-from kerple.transformers.mask import INPUTS, Mask, Visible, attention_mask, dense_mask, for_layer
+from kerple.transformers.mask import (
+    IMPLEMENTATION,
+    INPUTS,
+    Mask,
+    Visible,
+    attention_mask,
+    dense_mask,
+    for_layer,
+)
 
-# The name of the attention implementation.
-IMPLEMENTATION = "kerple"
 # Arguments of attention that change the scores in a way that no method here does.
 REFUSED = {
     "softcap": "caps the scores",

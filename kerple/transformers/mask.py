@@ -12,12 +12,14 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 
 from kerple.attention import Attention, Documents, Span, position_tables
 from kerple.attention.tables import PositionTables
 
+# The name of the attention implementation.
+IMPLEMENTATION = "kerple"
 # id of a model's configuration -> the configuration, and the attention of the layers, which share
 # the tables of a forward pass. A copy of a model is not found here; its layers compute their tables
 # themselves.
@@ -84,10 +86,18 @@ INPUTS = Inputs()
 
 
 @torch.compiler.disable
-def check_inputs(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def check_inputs(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """A forward pre-hook. Notes what the inputs ask for, which some models and caches ignore.
-    Raises ValueError for a mask of padding with other numbers than 0 and 1.
+    Raises ValueError for a mask of padding with other numbers than 0 and 1, and for a model whose
+    attention was changed, so that it has no method.
     """
+    implementation = model.config._attn_implementation
+    if implementation != IMPLEMENTATION:
+        raise ValueError(
+            f"the attention of the model was changed to {implementation!r}, which does not use its "
+            "positional method; change it before use_positional, or take the method away first: "
+            "use_positional(model, None)"
+        )
     inputs = inspect.signature(model.forward).bind_partial(*args, **kwargs).arguments
     asked = kwargs.get("output_attentions")
     if asked is None:

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from kerple.transformers.attention import IMPLEMENTATION, PLAIN, PROBES
+from kerple.transformers.attention import PLAIN, PROBES
+from kerple.transformers.mask import IMPLEMENTATION
 
 # Names of modules that embed positions.
 POSITION_EMBEDDINGS = ("wpe", "embed_positions", "position_embeddings", "position_embedding")
@@ -75,7 +76,8 @@ def find_attention(model: PreTrainedModel, *, complete: bool = True) -> list[Lay
     # Attention without a call is of another kind, such as the local attention of LongT5. A module
     # around a call, or within one, is part of it.
     parts = {part for module in attended for part in module.modules()}
-    for module in called - parts:
+    others = [module for module in named if module in called and module not in parts]
+    for module in others:
         if complete and attended.isdisjoint(module.modules()):
             raise ValueError(
                 f"{type(model).__name__}: {type(module).__name__} does not use transformers' "

@@ -12,7 +12,7 @@ import torch
 from kerple.positional import method_class, registered_names
 from kerple.positional.registry import canonical_name
 from kerple.positional.rotary import SCALINGS
-from megatron.checkpoint.directory import read_state_file
+from megatron.checkpoint.directory import iteration_of, read_state_file
 from megatron.checkpoint.storage import CheckpointError
 from megatron.config import Config
 from megatron.config.loader import build, entries_of
@@ -163,6 +163,13 @@ def saved_training(step: Path) -> dict[str, Any]:
     return training
 
 
+def is_converted(step: Path) -> bool:
+    """Whether a checkpoint is a converted model, which was not trained with the seed in its
+    configuration.
+    """
+    return iteration_of(step) == 0 and "run" not in saved_training(step)
+
+
 def trained_tokenizer(step: Path) -> str | None:
     """The fingerprint of the tokenizer that a checkpoint was trained with; None if it does not
     tell.
@@ -294,7 +301,7 @@ def _same_training(one: Config, other: Config) -> bool:
     both = []
     for config in (one, other):
         keys = config.model_dump(include=RECIPE, exclude=NOT_IN_RECIPE)
-        decay = config.schedule.lr_decay_iters or config.schedule.last_iteration
+        decay = config.schedule.lr_decay_iters or config.schedule.train_iters
         keys["schedule"] |= {"train_iters": None, "lr_decay_iters": decay}
         both.append(keys)
     return both[0] == both[1]

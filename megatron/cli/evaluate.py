@@ -17,6 +17,7 @@ from megatron.checkpoint.configuration import (
     check_trained_tokenizer,
     code_digests,
     evaluated_method,
+    is_converted,
     trained_text_notice,
     trained_tokenizer,
     training_recipe,
@@ -289,6 +290,9 @@ def _read_models(
             label = labels[len(models)]
         elif imported:
             label = Path(imported.removeprefix("hf:")).name
+        seed: int | None = saved.training.seed
+        if is_converted(step):
+            seed = None
         pos_emb = evaluated_method(saved)
         if label:
             pos_emb += f" ({label})"
@@ -303,7 +307,7 @@ def _read_models(
                 recipe=training_recipe(step, saved),
             ),
             pos_emb=pos_emb,
-            seed=saved.training.seed,
+            seed=seed,
             train_length=saved.model.seq_length,
             settings=options.precision,
             precision=options.precision,

@@ -86,12 +86,15 @@ def local_checkpoint(
 
 
 def _version(folder: Path) -> str:
-    """40 hexadecimal digits of the path of a folder and the sizes and times of its files."""
+    """40 hexadecimal digits of the path of a folder and the sizes and times of its files. A copy of
+    a file may keep the time of its contents, but not that of its entry (ctime).
+    """
     content: list[object] = [str(folder)]
     for path in sorted(folder.iterdir()):
         if path.is_file():
             status = path.stat()
-            content.append((path.name, status.st_size, status.st_mtime_ns))
+            times = status.st_mtime_ns, status.st_ctime_ns
+            content.append((path.name, status.st_size, *times))
     return hashlib.sha256(repr(content).encode("utf-8", "surrogateescape")).hexdigest()[:40]
 
 

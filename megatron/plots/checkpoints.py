@@ -218,7 +218,8 @@ def effective_length_figure(
         slug("effective-lengths", name),
         f"Effective lengths: {model}",
         "Share of heads whose effective length is at most the value on the x axis (KERPLE, Figure "
-        "6: number). The effective length of a head is the smallest distance with a bias below -2. "
+        "6: number), of the model with the lowest seed of each method. The effective length of a "
+        "head is the smallest distance with a bias below -2. "
         "If a line ends below 1, the effective lengths of the remaining heads are larger than "
         f"{LIMIT:,} tokens.",
         partial(effective_length_plot, lengths, numbers),
@@ -417,7 +418,9 @@ def add_weight_figures(sources: Sources) -> None:
         tables: list[DistanceTable] = []
         checkpoint = record.get("checkpoint") or {}
         path, iteration = checkpoint.get("path"), checkpoint.get("iteration")
-        if path is not None:
+        if path is not None and iteration is None:
+            sources.notes.append(f"No kernels are plotted for {model}: a model of transformers.")
+        elif path is not None:
             try:
                 measured = fingerprint_of(record)
                 path = _checkpoint_folder(path)

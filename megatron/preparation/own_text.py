@@ -96,16 +96,20 @@ class OwnText(DocumentCorpus):
 def _pieces(texts: Sequence[bytes], limit: int) -> list[bytes]:
     """Texts of more than `limit` bytes in pieces; texts of white space are left out."""
     documents: list[bytes] = []
-    divided = pieces = 0
+    empty = divided = pieces = 0
     for text in texts:
+        if not text.strip():
+            empty += 1
+            continue
         if len(text) <= limit:
-            if text.strip():
-                documents.append(text)
+            documents.append(text)
             continue
         parts = [part for _, part in source_pieces(text, limit)]
         divided += 1
         pieces += len(parts)
         documents += parts
+    if empty:
+        print(f"documents without text: {empty:,}, left out")
     if divided:
         print(
             f"documents of more than {limit:,} bytes: {divided:,}, divided into {pieces:,} pieces"

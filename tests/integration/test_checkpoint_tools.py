@@ -229,7 +229,11 @@ def test_continued_pretraining(pythia, tmp_path, monkeypatch):
     evaluate_main([*control, *options, "results/control"])
     kerple = ["--checkpoint", "runs/kerple", "--positional", "runs/kerple"]
     evaluate_main([*kerple, *options, "results/kerple"])
-    report.main(["results/control", "results/kerple", "--output", "results"])
+    control_name = "rotary (fraction 0.25) (control)"
+    words = ["results/control", "results/kerple", "--output", "results"]
+    report.main([*words, "--reference", control_name])
+    (differences,) = Path("results/tables").glob("differences-*.md")
+    assert "gpt_neox + kerple_log | " in differences.read_text()
     (table,) = Path("results/tables").glob("perplexity-*.md")
     rotary = "Rotary (fraction 0.25)"
     methods = [f"{rotary} (pythia)", f"{rotary} (control)", "gpt_neox + kerple_log"]

@@ -164,7 +164,7 @@ def test_weights_that_do_not_fit(tmp_path):
         load_positional(model, tmp_path)
 
 
-def test_misspelled_keys_of_a_description(tmp_path):
+def test_an_edited_description(tmp_path):
     model = family_model("llama")
     use_positional(model, "rpe", num_buckets=8)
     save_positional(model, tmp_path)
@@ -174,10 +174,11 @@ def test_misspelled_keys_of_a_description(tmp_path):
     for changed in (
         {**description, "layer": [0]},
         {**description, "options": {"num_bucket": 8}},
-        {**description, "options": {"num_buckets": 9}},
+        {**description, "method": "kerple_log", "options": {}},
+        {**description, "own_positions": "remove"},
     ):
         (tmp_path / "positional.json").write_text(json.dumps(changed))
-        with pytest.raises(ValueError, match=r"layer|num_bucket|size mismatch"):
+        with pytest.raises(ValueError, match=r"layer|damaged"):
             load_positional(model, tmp_path)
     config["kerple_positional"]["layer"] = config["kerple_positional"].pop("layers")
     (tmp_path / "whole" / "config.json").write_text(json.dumps(config))

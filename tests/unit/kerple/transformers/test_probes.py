@@ -90,3 +90,15 @@ def test_attention_of_another_kind():
         use_positional(model, "kerple_log")
     use_positional(model, "kerple_log", layers=[0, 1])
     assert len(model.kerple_positional) == 1
+
+
+def test_attention_that_was_changed_afterwards():
+    model = family_model("llama")
+    inputs = family_inputs(model)
+    expected = outputs(model, inputs)
+    use_positional(model, "kerple_log")
+    model.set_attn_implementation("sdpa")
+    with pytest.raises(ValueError, match="sdpa"):
+        model(**inputs)
+    use_positional(model, None)
+    assert torch.equal(outputs(model, inputs), expected)

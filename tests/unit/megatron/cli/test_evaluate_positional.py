@@ -80,9 +80,9 @@ def test_losses_and_names(folder, capsys):
     capsys.readouterr()
     evaluate(folder)
     assert "perplexity" not in capsys.readouterr().err
-    description = json.loads((folder / "alibi" / "positional.json").read_text())
-    description["own_positions"] = "keep"
-    (folder / "alibi" / "positional.json").write_text(json.dumps(description))
+    model = AutoModelForCausalLM.from_pretrained(folder / "llama")
+    use_positional(model, "alibi", own_positions="keep")
+    save_positional(model, folder / "alibi")
     names = {record["pos_emb"] for record in evaluate(folder, "--replace")}
     assert names == {"llama", "llama + kerple_log", "llama + alibi"}
 

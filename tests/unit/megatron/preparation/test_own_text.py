@@ -50,6 +50,7 @@ def test_documents(folder, capsys):
     assert all(piece.startswith("Paragraph") for piece in pieces)
     captured = capsys.readouterr()
     assert f"documents of more than 4,000 bytes: 1, divided into {len(pieces)}" in captured.out
+    assert "without text: 1" in captured.out
     assert "skipped 1 file: hidden, named README or of other types (1 .png)" in captured.err
 
 
