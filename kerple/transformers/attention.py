@@ -20,6 +20,7 @@ from kerple.transformers.mask import (
     Mask,
     Visible,
     attention_mask,
+    check_separated,
     dense_mask,
     for_layer,
 )
@@ -50,6 +51,8 @@ class Probes(threading.local):
 PROBES = Probes()
 # Of layers without a method.
 PLAIN = Attention()
+# What masks that are added have for padding, or less.
+PADDING = -1e4
 
 
 def attention_forward(
@@ -91,6 +94,7 @@ def attention_forward(
             raise ValueError(f"{type(module).__name__} changes masks, which is not supported")
         visible = for_layer(visible, query.device)
     else:
+        check_separated(None)
         _check_mask(attention_mask, query.shape[2], key.shape[2], is_cross(module))
         visible = Visible(
             query.shape[2], key.shape[2], query.device, causal=is_causal, dense=attention_mask
@@ -170,7 +174,7 @@ def _positions(mask: Tensor | None, s: int) -> Tensor | None:
         return None
     is_text = mask[:, 0, 0]
     if is_text.dtype != torch.bool:
-        is_text = is_text == 0
+        is_text = is_text > PADDING
     return (is_text.cumsum(dim=1) - 1).clamp(min=0)
 
 

@@ -86,18 +86,22 @@ INPUTS = Inputs()
 
 
 @torch.compiler.disable
-def check_inputs(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def check_inputs(
+    configs: list[Any], model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
     """A forward pre-hook. Notes what the inputs ask for, which some models and caches ignore.
     Raises ValueError for a mask of padding with other numbers than 0 and 1, and for a model whose
     attention was changed, so that it has no method.
+
+    configs: of the model and its parts.
     """
-    implementation = model.config._attn_implementation
-    if implementation != IMPLEMENTATION:
-        raise ValueError(
-            f"the attention of the model was changed to {implementation!r}, which does not use its "
-            "positional method; change it before use_positional, or take the method away first: "
-            "use_positional(model, None)"
-        )
+    for config in configs:
+        if config._attn_implementation != IMPLEMENTATION:
+            raise ValueError(
+                f"the attention of the model was changed to {config._attn_implementation!r}, which "
+                "does not use its positional method; change it before use_positional, or take the "
+                "method away first: use_positional(model, None)"
+            )
     inputs = inspect.signature(model.forward).bind_partial(*args, **kwargs).arguments
     asked = kwargs.get("output_attentions")
     if asked is None:
@@ -106,24 +110,47 @@ def check_inputs(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> N
     INPUTS.packed = False
 
     # Padding, or None. Other masks say themselves which keys a query sees.
+    for name in ("attention_mask", "decoder_attention_mask"):
+        mask: Any = inputs.get(name)
+        is_numbers = isinstance(mask, Tensor) and mask.dim() == 2 and mask.dtype != torch.bool
+        if is_numbers and bool((mask > 1).any()):
+            raise ValueError(
+                f"{name} must be 1 for tokens and 0 for padding; to separate the texts of a row, "
+                "pass position_ids that start again, without attention_mask"
+            )
     padding = inputs.get("attention_mask")
     if padding is not None and (not isinstance(padding, Tensor) or padding.dim() != 2):
         return
-    if padding is not None and padding.dtype != torch.bool and bool((padding > 1).any()):
-        raise ValueError(
-            "attention_mask must be 1 for tokens and 0 for padding; to separate the texts of a "
-            "row, pass position_ids that start again, without attention_mask"
-        )
 
-    # A text begins where the next token has no later position. Padding has any positions.
+    # A text begins at a token that has no later position than all before. Padding has any position.
     positions = inputs.get("position_ids")
     if positions is None or positions.dim() != 2 or positions.shape[1] == 1:
         return
-    begins = positions[:, 1:] <= positions[:, :-1]
     if padding is not None:
         is_text = padding[:, -positions.shape[1] :].bool()
-        begins = begins & is_text[:, 1:] & is_text[:, :-1]
+        positions = positions.expand(len(is_text), -1)
+        first = positions.masked_fill(~is_text, -1).cummax(dim=1).values
+        begins = is_text[:, 1:] & (positions[:, 1:] <= first[:, :-1])
+    else:
+        begins = positions[:, 1:] <= positions[:, :-1]
     INPUTS.packed = bool(begins.any())
+
+
+def forget_inputs(*_: Any) -> None:
+    """A forward hook: the next model may be called without `check_inputs`."""
+    INPUTS.packed = INPUTS.probabilities = False
+
+
+def check_separated(ids: Tensor | None) -> None:
+    """Raises ValueError if position_ids pack several texts in a row, but the mask has one; ids
+    `[b, t]` of its texts.
+    """
+    packed, INPUTS.packed = INPUTS.packed, False
+    if packed and (ids is None or not bool(ids.any())):
+        raise ValueError(
+            "position_ids start again within a row, but the model does not separate these texts; "
+            "pass use_cache=False and no attention_mask, or give each text a row of its own"
+        )
 
 
 @torch.compiler.disable
@@ -179,12 +206,7 @@ def attention_mask(
         visible.causal = not bool(sees(places[:-1], places[1:]).any())
         is_known = _find_window(visible, sees, ids, local_size)
 
-    packed, INPUTS.packed = INPUTS.packed, False
-    if packed and not bool(ids.any()):
-        raise ValueError(
-            "position_ids start again within a row, but the model does not separate these texts; "
-            "pass use_cache=False and no attention_mask, or give each text a row of its own"
-        )
+    check_separated(ids)
 
     # What no window and no texts describe, as a mask.
     inner = (is_text[:, 1:] & ~is_text[:, :-1]).sum(dim=1) > (~is_text[:, 0]).long()
@@ -216,17 +238,28 @@ def _find_window(
     Returns False if there is none.
     """
     length = ids.shape[1]
-    keys = torch.arange(length, device=ids.device)
-    candidates: list[int | None] = [None]
+    places = torch.arange(length, device=ids.device)
+    sizes = []
     if local_size is not None:
-        candidates += [local_size, local_size + 1, local_size // 2 + 1]
-    queries = sorted({0, length // 2, length - 1})
-    found = [sees(torch.full_like(keys, query), keys) for query in queries]
-    for window in candidates:
+        sizes = [local_size, local_size + 1, local_size // 2 + 1]
+
+    # Three queries with all keys; and at the edge of each window, all queries with one key, because
+    # in packed rows the texts of the three may be shorter than the window.
+    probes = []
+    for query in sorted({0, length // 2, length - 1}):
+        probes.append((torch.full_like(places, query), places))
+    for size in sizes:
+        for gap in (size - 1, size):
+            if gap < length:
+                probes.append((places[gap:], places[: length - gap]))
+    found = [sees(queries, keys) for queries, keys in probes]
+
+    # The window that explains all of them.
+    for window in (None, *sizes):
         is_right = True
-        for query, seen in zip(queries, found, strict=True):
-            distance = query - keys
-            expected = ids == ids[:, query : query + 1]
+        for (queries, keys), seen in zip(probes, found, strict=True):
+            distance = queries - keys
+            expected = ids[:, queries] == ids[:, keys]
             if visible.causal:
                 expected = expected & (distance >= 0)
             if window is not None:

@@ -154,6 +154,18 @@ def test_attention_probabilities(name):
         assert torch.equal(model(**inputs)[0], expected)
 
 
+@torch.no_grad()
+def test_a_request_for_probabilities_ends_with_the_call():
+    """The encoder alone is called next."""
+    model = family_model("bart")
+    use_positional(model, "dape_kerple")
+    tokens = family_inputs(model)["input_ids"]
+    expected = model.get_encoder()(tokens)[0]
+    with pytest.raises(NotImplementedError, match="output_attentions"):
+        model(tokens, output_attentions=True)
+    assert torch.equal(model.get_encoder()(tokens)[0], expected)
+
+
 @pytest.mark.parametrize("method", ["kerple_log", "dape_kerple"])
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("name", ["llama", "gpt2"])

@@ -114,6 +114,8 @@ def test_padding_that_the_model_makes_a_mask_of():
     expected = model(tokens)[0]
     found = model(longer, attention_mask=mask, position_ids=positions)[0][:, kept]
     assert (found - expected).abs().max() < 1e-5
+    with pytest.raises(ValueError, match="position_ids"):
+        model(tokens, position_ids=torch.tensor([[0, 1, 2, 0, 1, 2]]))
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "opt", "bert"])
@@ -135,6 +137,45 @@ def test_texts_that_are_not_separated(name):
         model(tokens, attention_mask=ones + (positions < 2))
     padded = ones.index_fill(1, torch.arange(3), 0)
     model(tokens, attention_mask=padded, position_ids=(padded.cumsum(1) - 1).clamp(min=0))
+
+
+@torch.no_grad()
+def test_texts_around_padding_are_not_separated():
+    model = family_model("llama")
+    use_positional(model, "kerple_log")
+    tokens = family_inputs(model)["input_ids"][:1]
+    mask = torch.ones_like(tokens).index_fill(1, torch.tensor([5]), 0)
+    restarting = torch.tensor([[0, 1, 2, 3, 4, 9, 0, 1, 2, 3, 4, 5]])
+    with pytest.raises(ValueError, match="position_ids"):
+        model(tokens, attention_mask=mask, position_ids=restarting)
+    model(tokens, attention_mask=mask, position_ids=torch.arange(12)[None])
+
+
+@pytest.mark.parametrize("lengths", [(2, 8, 2), (3, 7, 2), (12,), (1, 1, 9, 1)])
+@pytest.mark.parametrize("name", ["mistral", "gemma3_text"])
+@torch.no_grad()
+def test_a_window_in_packed_rows(name, lengths):
+    """Also if the first, middle and last tokens are in texts that are shorter than the window."""
+    model = family_model(name)
+    use_positional(model, "kerple_log")
+    tokens = family_inputs(model)["input_ids"][:1]
+    positions = torch.cat([torch.arange(length) for length in lengths])[None]
+    found = model(tokens, position_ids=positions, use_cache=False)[0]
+    expected = [model(text)[0] for text in tokens.split(lengths, dim=1)]
+    assert (found - torch.cat(expected, dim=1)).abs().max() < 1e-4
+
+
+@torch.no_grad()
+def test_a_mask_of_keys_with_other_values():
+    """Added to the scores of all queries, they are no padding."""
+    model = family_model("llama")
+    use_positional(model, "kerple_log")
+    tokens = family_inputs(model)["input_ids"]
+    added = torch.randn(3, 1, 1, 12)
+    whole = added.expand(-1, -1, 12, -1).contiguous()
+    found = model(tokens, attention_mask=added)[0]
+    expected = model(tokens, attention_mask=whole)[0]
+    assert (found - expected).abs().max() < 1e-5
 
 
 @pytest.mark.parametrize("name", ["bart", "t5"])

@@ -92,12 +92,14 @@ def test_attention_of_another_kind():
     assert len(model.kerple_positional) == 1
 
 
-def test_attention_that_was_changed_afterwards():
-    model = family_model("llama")
+@pytest.mark.parametrize(("name", "part"), [("llama", "model"), ("t5", "encoder")])
+@torch.no_grad()
+def test_attention_that_was_changed_afterwards(name, part):
+    model = family_model(name)
     inputs = family_inputs(model)
     expected = outputs(model, inputs)
     use_positional(model, "kerple_log")
-    model.set_attn_implementation("sdpa")
+    getattr(model, part).set_attn_implementation("sdpa")
     with pytest.raises(ValueError, match="sdpa"):
         model(**inputs)
     use_positional(model, None)
