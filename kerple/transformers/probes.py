@@ -58,7 +58,7 @@ def find_attention(model: PreTrainedModel, *, complete: bool = True) -> list[Lay
 
     model.set_attn_implementation(IMPLEMENTATION)
     body: Any = model.base_model
-    named = [each for each in body.modules() if "Attention" in type(each).__name__]
+    named = [each for each in body.modules() if type(each).__name__.endswith("Attention")]
     try:
         with _watching(named) as called:
             _run_probe(body, observe, _random_tokens(body))
@@ -126,7 +126,10 @@ def _random_tokens(model: PreTrainedModel) -> dict[str, Tensor]:
     low = min(10, vocabulary // 2)
     inputs: dict[str, Tensor] = {}
     # A decoder without its encoder needs the states that it attends to.
-    is_part = model.config.is_encoder_decoder and "decoder_input_ids" not in parameters
+    has_cross = model.config.is_encoder_decoder or getattr(
+        model.config, "add_cross_attention", False
+    )
+    is_part = has_cross and "decoder_input_ids" not in parameters
     if is_part and "encoder_hidden_states" in parameters:
         states = torch.randn(1, 3, embedding.shape[1], generator=generator)
         inputs["encoder_hidden_states"] = states.to(embedding)

@@ -44,7 +44,6 @@ from megatron.cli.model_options import (
 )
 from megatron.config import Config, UserError
 from megatron.config.schema.model import ModelConfig
-from megatron.convert.tokenizer_files import digest_of_ids
 from megatron.data.indexed_dataset import data_fingerprint
 from megatron.data.streams import evaluation_corpora, part_documents
 from megatron.evaluation.metrics.effective_length import effective_lengths, plan_effective_lengths
@@ -348,8 +347,8 @@ def _build_tokenizer(
     if config.checkpoint.allow_other_tokenizer:
         return tokenizer
 
-    # Checkpoints name their tokenizer, and their configuration its files. Files that give the same
-    # ids are one tokenizer: transformers writes tokenizer.json anew with each model that it saves.
+    # Checkpoints name their tokenizer, and their configuration its files. Files may differ
+    # in what changes no id: transformers writes tokenizer.json anew with each model that it saves.
     for model in models:
         trained = trained_tokenizer(model.step)
         own = TokenizerFiles.of(model.saved)
@@ -364,7 +363,7 @@ def _build_tokenizer(
             continue
         if trained not in (None, theirs.fingerprint):  # its files have changed
             check_trained_tokenizer(trained, tokenizer, allowed=False, place=model.step)
-        if digest_of_ids(theirs) != digest_of_ids(tokenizer):
+        if theirs.definition != tokenizer.definition:
             raise UserError(
                 f"{model.folder}: its tokenizer ({own.tokenizer_type} {own.vocab_file or ''}) is "
                 f"not the one in use ({files.tokenizer_type} {files.vocab_file or ''}); evaluate "
@@ -388,7 +387,10 @@ def _check_data(
     for model in models:
         if not config.checkpoint.allow_other_data:
             for prefix in check_trained_data(model.step, data):
-                report(f"notice: {model.step} was not trained with {Path(prefix).absolute()}")
+                report(
+                    f"notice: {Path(prefix).absolute()} is not one of the datasets that "
+                    f"{model.step} was trained with"
+                )
         trained_text = trained_text_notice(model.step, documents)
         if trained_text is not None:
             report(f"notice: {model.step} may have been trained on the text: {trained_text}")

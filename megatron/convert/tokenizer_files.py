@@ -26,6 +26,13 @@ SAMPLE = (
 )
 
 # Key of config.json: the `digest_of_ids` of the tokenizer in the folder.
+# What normalizers and pre-tokenizers change: case, digits, accents, ligatures, other widths.
+NORMALIZED = (
+    "1234567890 12 3",
+    "ÀÉ e\u0301 \ufb01 \uff21\u2460",
+    "HTTPServer's THE the",
+    "x  \u00a0\u3000y",
+)
 TOKENIZER_IDS = "tokenizer_ids_sha256"
 TOKENS_PER_TEXT = 64
 SENTENCEPIECE_UNKNOWN = "\u2047"
@@ -247,7 +254,7 @@ def digest_of_ids(tokenizer: Tokenizer) -> str:
         piece = tokenizer.detokenize([token])
         if token not in special and piece.strip() not in ("", SENTENCEPIECE_UNKNOWN):
             pieces.append(piece)
-    texts = [SAMPLE]
+    texts = [SAMPLE, *NORMALIZED]
     for count in range(1, 33):
         texts.append(f"a{' ' * count}b" + "\n" * count + "c" + "\t" * count + "d")
     for start in range(0, len(pieces), TOKENS_PER_TEXT):

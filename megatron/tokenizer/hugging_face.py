@@ -44,6 +44,10 @@ class _LibraryTokenizer(Tokenizer):
         # Ids need not be contiguous. The embedding table must cover the largest one.
         self.vocab_size = 1 + max(tokenizer.get_vocab(with_added_tokens=True).values())
 
+    @property
+    def definition(self) -> str:
+        return f"{self.eod} {self.bos} {self._tokenizer.to_str()}"
+
     def tokenize(self, text: str) -> list[int]:
         ids = list(self._start)
         with library_errors("the tokenizer cannot encode the text"):

@@ -41,6 +41,11 @@ class Tokenizer(ABC):
     reserved: str | None = None
 
     @property
+    def definition(self) -> str:
+        """What decides about ids: equal for two files that differ in nothing else."""
+        return self.fingerprint
+
+    @property
     def first(self) -> int:
         """The token before a text: `bos`, or else `eod`, which ends the previous document."""
         if self.bos is None:

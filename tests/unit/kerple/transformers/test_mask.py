@@ -189,6 +189,19 @@ def test_cross_attention_to_as_many_keys_as_queries(name):
     assert (outputs(model, inputs) - expected).abs().max() / expected.std() < 1e-5
 
 
+@pytest.mark.parametrize("name", ["bert", "gpt2"])
+@torch.no_grad()
+def test_cross_attention_of_a_decoder_alone(name):
+    model = family_model(name, is_decoder=True, add_cross_attention=True)
+    inputs = family_inputs(model)
+    inputs["encoder_hidden_states"] = torch.randn(3, 12, 32)
+    inputs["encoder_attention_mask"] = torch.ones(3, 12, dtype=torch.int64)
+    inputs["encoder_attention_mask"][1, 7:] = 0
+    expected = outputs(model, inputs)
+    use_positional(model, "none")
+    assert (outputs(model, inputs) - expected).abs().max() / expected.std() < 1e-5
+
+
 @pytest.mark.parametrize("name", ["llama", "bert", "t5"])
 @torch.no_grad()
 def test_probabilities_with_padding_between_tokens(name):
