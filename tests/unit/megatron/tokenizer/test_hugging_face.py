@@ -71,7 +71,8 @@ def test_bpe_dropout_is_ignored(tokenizer_file, tmp_path, dropout):
     (tmp_path / "tokenizer.json").write_text(json.dumps(content), encoding="utf-8")
     random = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
     expected = build_tokenizer("HFTokenizer", tokenizer_file).tokenize(KINDS["latex"])
-    assert random.encode(KINDS["latex"]).ids != expected
+    # One encoding may drop nothing by chance.
+    assert any(random.encode(KINDS["latex"]).ids != expected for _ in range(50))
     tokenizer = build_tokenizer("HFTokenizer", tmp_path / "tokenizer.json")
     assert tokenizer.tokenize(KINDS["latex"]) == expected
     assert tokenizer.tokenize_batch([KINDS["latex"]] * 3) == [expected] * 3
