@@ -129,8 +129,8 @@ def check_inputs(
     if padding is not None:
         is_text = padding[:, -positions.shape[1] :].bool()
         positions = positions.expand(len(is_text), -1)
-        first = positions.masked_fill(~is_text, -1).cummax(dim=1).values
-        begins = is_text[:, 1:] & (positions[:, 1:] <= first[:, :-1])
+        latest = positions.masked_fill(~is_text, -1).cummax(dim=1).values
+        begins = is_text[:, 1:] & (positions[:, 1:] <= latest[:, :-1])
     else:
         begins = positions[:, 1:] <= positions[:, :-1]
     INPUTS.packed = bool(begins.any())
