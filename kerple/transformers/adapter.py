@@ -17,7 +17,13 @@ from transformers import PreTrainedModel
 
 from kerple.attention import Attention
 from kerple.positional import ModelShape, PositionalMethod, build_layers
-from kerple.transformers.mask import attention_of, check_inputs, forget_inputs, share_tables
+from kerple.transformers.mask import (
+    attention_of,
+    check_inputs,
+    check_padding,
+    forget_inputs,
+    share_tables,
+)
 from kerple.transformers.probes import Layer, check_removed, find_attention, remove_positions
 
 # The name of the module with the methods, and the files of an adapter.
@@ -364,18 +370,20 @@ def _attach(model: PreTrainedModel, state: _State) -> None:
     for module, attention in state.attention.items():
         module.__dict__["_kerple_attention"] = attention
     model.__dict__["_kerple_state"] = state
-    # Some models call their body's parts instead of the body, and wrappers call the body.
-    configs = [part.config for part in model.modules() if isinstance(part, PreTrainedModel)]
-    check = partial(check_inputs, configs)
+    # Users call parts, such as encoders. Some models call their body's parts instead of the body,
+    # and wrappers call the body.
+    parts = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
+    for part in parts:
+        state.handles.append(part.register_forward_pre_hook(check_padding, with_kwargs=True))
+    check = partial(check_inputs, [part.config for part in parts])
     body: Any = model.base_model
     for each in {model, body}:
         state.handles.append(each.register_forward_pre_hook(check, with_kwargs=True))
         state.handles.append(each.register_forward_hook(forget_inputs, always_call=True))
     call = "kerple.transformers.load_positional(model, FOLDER)"
     setattr(model.config, MODULE, {**copy.deepcopy(state.description), "load": call})
-    for module in model.modules():
-        if isinstance(module, PreTrainedModel):
-            share_tables(module.config, state.methods)
+    for part in parts:
+        share_tables(part.config, state.methods)
 
 
 def _owner(model: nn.Module) -> nn.Module:

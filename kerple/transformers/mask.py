@@ -90,8 +90,7 @@ def check_inputs(
     configs: list[Any], model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
     """A forward pre-hook. Notes what the inputs ask for, which some models and caches ignore.
-    Raises ValueError for a mask of padding with other numbers than 0 and 1, and for a model whose
-    attention was changed, so that it has no method.
+    Raises ValueError for a model whose attention was changed, so that it has no method.
 
     configs: of the model and its parts.
     """
@@ -110,14 +109,6 @@ def check_inputs(
     INPUTS.packed = False
 
     # Padding, or None. Other masks say themselves which keys a query sees.
-    for name in ("attention_mask", "decoder_attention_mask"):
-        mask: Any = inputs.get(name)
-        is_numbers = isinstance(mask, Tensor) and mask.dim() == 2 and mask.dtype != torch.bool
-        if is_numbers and bool((mask > 1).any()):
-            raise ValueError(
-                f"{name} must be 1 for tokens and 0 for padding; to separate the texts of a row, "
-                "pass position_ids that start again, without attention_mask"
-            )
     padding = inputs.get("attention_mask")
     if padding is not None and (not isinstance(padding, Tensor) or padding.dim() != 2):
         return
@@ -134,6 +125,22 @@ def check_inputs(
     else:
         begins = positions[:, 1:] <= positions[:, :-1]
     INPUTS.packed = bool(begins.any())
+
+
+@torch.compiler.disable
+def check_padding(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """A forward pre-hook of each part of a model that can be called alone. Raises ValueError for a
+    mask of padding with other numbers than 0 and 1.
+    """
+    inputs = inspect.signature(model.forward).bind_partial(*args, **kwargs).arguments
+    for name in ("attention_mask", "decoder_attention_mask"):
+        mask: Any = inputs.get(name)
+        is_numbers = isinstance(mask, Tensor) and mask.dim() == 2 and mask.dtype != torch.bool
+        if is_numbers and bool((mask > 1).any()):
+            raise ValueError(
+                f"{name} must be 1 for tokens and 0 for padding; to separate the texts of a row, "
+                "pass position_ids that start again, without attention_mask"
+            )
 
 
 def forget_inputs(*_: Any) -> None:

@@ -61,7 +61,7 @@ def find_attention(model: PreTrainedModel, *, complete: bool = True) -> list[Lay
     named = [each for each in body.modules() if type(each).__name__.endswith("Attention")]
     try:
         with _watching(named) as called:
-            _run_probe(body, observe, _random_tokens(body))
+            _run_probe(body, observe, _random_tokens(model))
     except (RuntimeError, IndexError, TypeError, AttributeError) as error:
         raise ValueError(
             f"{type(model).__name__} does not run on a few tokens with the attention of this "
@@ -186,7 +186,7 @@ def remove_positions(model: PreTrainedModel) -> list[Any]:
             candidates.append((module, is_rotary))
     body: Any = model.base_model
     with _watching(module for module, _ in candidates) as called:
-        _run_probe(body, _no_attention, _random_tokens(body))
+        _run_probe(body, _no_attention, _random_tokens(model))
 
     handles: list[Any] = []
     for module, is_rotary in candidates:
@@ -221,7 +221,7 @@ def check_removed(model: PreTrainedModel) -> None:
 
     # The same tokens in another order. The last input is that of the output's tokens.
     body: Any = model.base_model  # its output has a vector for each token
-    inputs = _random_tokens(body)
+    inputs = _random_tokens(model)
     generator = torch.Generator().manual_seed(1)
     shuffled = {}
     permutation = torch.arange(0)

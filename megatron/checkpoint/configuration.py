@@ -211,9 +211,10 @@ def check_trained_tokenizer(
     """Raises CheckpointError, starting with `place`, if a checkpoint was trained with another
     tokenizer.
 
-    trained: the `trained_tokenizer` of the checkpoint. allowed: the value of allow_other_tokenizer.
+    trained: the `tokenizer` of the checkpoint's `saved_training`; empty or None if it does not
+    tell. allowed: the value of allow_other_tokenizer.
     """
-    if trained in (None, tokenizer.fingerprint) or allowed:
+    if not trained or trained == tokenizer.fingerprint or allowed:
         return
     raise CheckpointError(
         f"{place}: was trained with another tokenizer (fingerprint {visible(str(trained)[:12])}) "
@@ -290,13 +291,13 @@ def earlier_recipes(step: Path, config: Config, global_batch: int) -> list[str]:
         batch = read_state_file(step).get("global_batch")
     except CheckpointError:  # as of other programs
         return earlier
-    is_same = _same_training(saved, config) and batch == global_batch
+    is_same = same_training(saved, config) and batch == global_batch
     if is_same and not config.checkpoint.finetune:
         return earlier
     return [*earlier, training_recipe(step, saved)]
 
 
-def _same_training(one: Config, other: Config) -> bool:
+def same_training(one: Config, other: Config) -> bool:
     """Whether two configurations train in the same way, apart from where they end."""
     both = []
     for config in (one, other):

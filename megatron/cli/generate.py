@@ -90,7 +90,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     tokenizer = tokenizer_files(config, saved).build()
     allowed = config.checkpoint.allow_other_tokenizer
     check_trained_tokenizer(
-        model.trained_tokenizer, tokenizer, allowed=allowed, place="the checkpoint"
+        model.provenance.get("tokenizer"), tokenizer, allowed=allowed, place="the checkpoint"
     )
     check_rows(tokenizer, model.settings.padded_vocab_size)
     reason = as_decoder(model).unsupported_reason(inference_mode.attention)

@@ -40,6 +40,12 @@ def warnings_for(config: Sections) -> Iterator[str]:
     for _, section in config:
         yield from section.warnings()
     yield from _keys_without_effect(config)
+    growing, last = config.curriculum.total_curriculum_step, config.schedule.train_iters
+    if config.curriculum.enabled and growing is not None and last and growing > last:
+        yield (
+            f"curriculum_learning.schedule_config.total_curriculum_step is {growing}, but "
+            f"train_iters is {last}: the length does not reach seq_length"
+        )
     if config.optimizer.use_bnb_optimizer and config.model.pos_emb == "learned":
         yield (
             "use_bnb_optimizer with pos_emb learned: the position embeddings have no layer norm, "

@@ -48,11 +48,12 @@ def merge(
             messages.notices.append(f"{source} overrides {'; '.join(differing)}")
 
     # The command line overrides files on purpose, but does not say which parameters of another type
-    # this drops.
+    # this drops. It need not override itself.
     layer, changes = _override_layer(overrides, keys)
-    changes += _add_layer(keys, layer)
-    if dropped := [str(change) for change in changes if change.reason]:
-        messages.notices.append(f"{changes[0].entry.source} overrides {'; '.join(dropped)}")
+    changes += _dropped(_add_layer(keys, layer))
+    if changes:
+        noted = "; ".join(map(str, changes))
+        messages.notices.append(f"{changes[0].entry.source} overrides {noted}")
     return keys
 
 
@@ -83,7 +84,8 @@ def _override_layer(
     overrides: Iterable[YamlEntry], keys: MergedKeys
 ) -> tuple[MergedKeys, list["_Change"]]:
     """The entries of overrides, whose keys may have dots; a later one wins. null also resets the
-    value in `keys`, those of the files; returns what this changes.
+    value in `keys`, those of the files. Returns also what this drops from the files, and which
+    overrides replace others.
     """
     layer: MergedKeys = {}
     changes: list[_Change] = []
@@ -105,9 +107,13 @@ def _override_layer(
 
         # After a reset, later overrides of parts of the mapping must not be merged with the files.
         if entry.value is None and path[0] in keys:
-            changes += _add_layer(keys, copy.deepcopy(addition))
-        changes += [change for change in _add_layer(layer, addition) if change.reason]
+            changes += _dropped(_add_layer(keys, copy.deepcopy(addition)))
+        changes += [change for change in _add_layer(layer, addition) if change.old != change.new]
     return layer, changes
+
+
+def _dropped(changes: Iterable["_Change"]) -> list["_Change"]:
+    return [change for change in changes if change.reason]
 
 
 def _check_parents(keys: MergedKeys, path: KeyPath, key: str) -> None:

@@ -26,6 +26,7 @@ from megatron.convert import llama
 from megatron.convert.card import model_card
 from megatron.convert.hugging_face_config import (
     KNOWN_KEYS,
+    TRAINED_DOCUMENTS,
     config_from,
     self_contained_config,
     stock_config,
@@ -151,7 +152,7 @@ def to_hugging_face(
         values["dtype"] = values["torch_dtype"] = str(dtype).removeprefix("torch.")
         if tokenizer is not None:
             ids = write_tokenizer(tokenizer, folder, padded_vocab_size)
-            trained, used = model.trained_tokenizer, tokenizer.build()
+            trained, used = model.provenance.get("tokenizer"), tokenizer.build()
             check_trained_tokenizer(
                 trained, used, allowed=allow_other_tokenizer, place="the checkpoint"
             )
@@ -160,6 +161,7 @@ def to_hugging_face(
             write_json(folder / "generation_config.json", ids)
         else:
             values.update(dict.fromkeys(SPECIAL_IDS))
+        values[TRAINED_DOCUMENTS] = model.provenance.get(TRAINED_DOCUMENTS, {})
         write_json(folder / "config.json", values)
 
         # Weights.
@@ -226,7 +228,7 @@ def from_hugging_face(
     import_transformers()
     theirs = read_json(source / "config.json")
     values = config_from(theirs, str(source / "config.json"))
-    model_type = str(theirs["model_type"])
+    model_type, documents = str(theirs["model_type"]), theirs.get(TRAINED_DOCUMENTS, {})
     if theirs.get("inference_mode") is not None:
         report(
             f"note: a checkpoint has no inference_mode; name {theirs['inference_mode']} in "
@@ -264,7 +266,8 @@ def from_hugging_face(
 
         # Write the checkpoint, read it, and compare the logits.
         reference = load_reference(theirs, tensors)
-        step = write_checkpoint(folder, model, file_dtype, values, tokenizer=fingerprint)
+        training = {"tokenizer": fingerprint, TRAINED_DOCUMENTS: documents}
+        step = write_checkpoint(folder, model, file_dtype, values, training)
         if dtype is not None:
             for parameter in reference.parameters():
                 parameter.data = parameter.data.to(dtype).float()

@@ -4,9 +4,9 @@ once.
 
 import difflib
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, PositiveInt, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError
 
 from kerple.positional import rotary
 from megatron.checkpoint.storage import CheckpointError
@@ -15,7 +15,10 @@ from megatron.config.schema.model import ModelConfig
 from megatron.convert import llama
 from megatron.convert.tokenizer_files import TOKENIZER_IDS
 from megatron.utils.errors import shortened
-from megatron.utils.typed_json import error_text
+from megatron.utils.typed_json import Count, error_text
+
+# The documents that an exported model was trained on, as in `TrainingState`.
+TRAINED_DOCUMENTS = "trained_documents"
 
 # Ours -> config.json, with the same value. padded_vocab_size is the number of rows of the
 # embedding.
@@ -121,6 +124,7 @@ class HuggingFaceConfig(BaseModel):
     training_length: PositiveInt | None = None
     positional_method: str = ""
     positional_options: dict[str, Any] | None = None
+    trained_documents: dict[str, Annotated[list[Count], Field(min_length=2, max_length=2)]] = {}
 
 
 KNOWN_KEYS = frozenset(HuggingFaceConfig.model_fields) | llama.KNOWN_KEYS
@@ -129,7 +133,7 @@ KNOWN_KEYS = frozenset(HuggingFaceConfig.model_fields) | llama.KNOWN_KEYS
 SELF_CONTAINED_KEYS = frozenset((*SAME_VALUE.values(), *BLOCK_SETTINGS.values()))
 SELF_CONTAINED_KEYS |= {"model_type", "hidden_act", "layer_norm_eps", "tie_word_embeddings"}
 SELF_CONTAINED_KEYS |= {"use_cache", "training_length", "inference_mode", TOKENIZER_IDS}
-SELF_CONTAINED_KEYS |= {"positional_method", "positional_options"}
+SELF_CONTAINED_KEYS |= {"positional_method", "positional_options", TRAINED_DOCUMENTS}
 # Keys that transformers and libraries around it add, besides those of their own configurations.
 ADDED_KEYS = frozenset(("auto_map", "torch_dtype", "quantization_config", "tokenizer_class"))
 ADDED_KEYS |= {"kerple_positional", "num_labels", "is_decoder", "add_cross_attention"}

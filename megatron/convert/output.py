@@ -94,11 +94,10 @@ def write_checkpoint(
     model: GPT,
     dtype: torch.dtype,
     config_values: Mapping[str, Any],
-    *,
-    tokenizer: str = "",
+    training: Mapping[str, Any],
 ) -> Path:
     """Write global_step0 with weights in `dtype`, configuration and manifest, but no optimizer, and
-    `latest`; return its path. tokenizer: its fingerprint, if the model has one.
+    `latest`; return its path. training: the values of `TrainingState` that are known.
     """
     iteration = 0
     step = folder / tag_for(iteration)
@@ -107,8 +106,7 @@ def write_checkpoint(
         state = {name: cast(tensor, dtype) for name, tensor in tensors_of(layer).items()}
         torch.save(state, layer_file(step, index, 0))
     code = code_digests(model.settings.config)
-    saved = {"iteration": iteration, "tokenizer": tokenizer, "code": code}
-    torch.save(saved, step / STATE_FILE)
+    torch.save({**training, "iteration": iteration, "code": code}, step / STATE_FILE)
     write_json(step / CONFIG_FILE, dict(config_values))
     write_manifest_of_folder(step, iteration)
     update_latest(folder, step.name)

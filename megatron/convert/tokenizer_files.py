@@ -25,7 +25,6 @@ SAMPLE = (
     "  The  end."
 )
 
-# Key of config.json: the `digest_of_ids` of the tokenizer in the folder.
 # What normalizers and pre-tokenizers change: case, digits, accents, ligatures, other widths.
 NORMALIZED = (
     "1234567890 12 3",
@@ -33,6 +32,7 @@ NORMALIZED = (
     "HTTPServer's THE the",
     "x  \u00a0\u3000y",
 )
+# Key of config.json: the `digest_of_ids` of the tokenizer in the folder.
 TOKENIZER_IDS = "tokenizer_ids_sha256"
 TOKENS_PER_TEXT = 64
 SENTENCEPIECE_UNKNOWN = "\u2047"
@@ -242,12 +242,13 @@ def copy_tokenizer(
 
 
 def digest_of_ids(tokenizer: Tokenizer) -> str:
-    """SHA-256 (hexadecimal) of the ids that a tokenizer gives for the texts of all its tokens.
+    """SHA-256 (hexadecimal) of the ids that a tokenizer gives for the texts of all its tokens, and
+    of the names and ids of its special tokens.
 
     A tokenizer that transformers has written anew, in another format, has the same digest; one with
-    another vocabulary, other merges or another normalization has another.
+    another vocabulary, other merges, special tokens or another normalization has another.
     """
-    # The text of a special token depends on the library, and so does that of white space alone.
+    # Only some libraries recognize special tokens in a text, and white space alone.
     special = set(tokenizer.special_ids)
     pieces = []
     for token in range(tokenizer.vocab_size):
@@ -260,7 +261,8 @@ def digest_of_ids(tokenizer: Tokenizer) -> str:
     for start in range(0, len(pieces), TOKENS_PER_TEXT):
         texts.append("".join(pieces[start : start + TOKENS_PER_TEXT]))
 
-    digest = hashlib.sha256(f"{tokenizer.eod} {tokenizer.bos}".encode())
+    names = sorted(tokenizer.special_tokens.items())
+    digest = hashlib.sha256(f"{tokenizer.eod} {tokenizer.bos} {names}".encode())
     for ids in tokenizer.tokenize_batch(texts):
         digest.update(np.array([*ids, -1], dtype=np.int64).tobytes())
     return digest.hexdigest()

@@ -21,7 +21,7 @@ import itertools
 import json
 import os
 import struct
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -346,6 +346,8 @@ class Manifest:
             unreadable, or belonged to another subset of the Pile.
         idx_sha256, bin_sample: `file_sha256` of the .idx and `file_sample` of the .bin, which are
             compared whenever the pair is opened; None in manifests of earlier versions.
+        parts: of a merged dataset, the `data_fingerprint` and number of documents of each dataset
+            that it consists of, in their order.
     """
 
     # A key with another name may be a damaged one, without which a check would be left out.
@@ -369,6 +371,7 @@ class Manifest:
     skipped_other: Count
     idx_sha256: str | None = None
     bin_sample: str | None = None
+    parts: list[tuple[str, Count]] = field(default_factory=list)
 
 
 _MANIFEST = TypeAdapter(Manifest)
@@ -408,6 +411,15 @@ def data_fingerprint(prefix: str | Path) -> str:
     else:
         of_index, of_binary = file_sha256(index), file_sample(binary)
     return hashlib.sha256(f"{of_index} {of_binary}".encode()).hexdigest()
+
+
+def merged_datasets(files: IndexedFiles) -> list[tuple[str, int]]:
+    """The `data_fingerprint` and number of documents of each dataset that a merged one consists of,
+    in their order; those of the dataset itself if it is not a merged one.
+    """
+    if files.manifest is not None and files.manifest.parts:
+        return files.manifest.parts
+    return [(data_fingerprint(files.prefix), files.sequences)]
 
 
 def file_sha256(path: str | Path) -> str:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron.config import Config
-from megatron.data.indexed_dataset import TokenFile, data_fingerprint, open_indexed_files
+from megatron.data.indexed_dataset import TokenFile, merged_datasets, open_indexed_files
 from megatron.data.splits import PARTS, config_blends, part_span
 from megatron.utils.errors import UserError
 
@@ -67,14 +67,22 @@ def evaluation_stream(config: Config, part: str = "valid") -> tuple[TokenStream,
 
 
 def part_documents(config: Config, part: str) -> dict[str, tuple[int, int]]:
-    """`data_fingerprint` -> first and one-past-last document of a part in each of its corpora.
-    Raises UserError like `evaluation_stream`.
+    """`data_fingerprint` -> first and one-past-last document of a part in each of its corpora, and
+    instead of a merged corpus in those that it was merged from. Raises UserError like
+    `evaluation_stream`.
     """
     prefixes, split = evaluation_corpora(config, part)
-    documents = {}
+    documents: dict[str, tuple[int, int]] = {}
     for prefix in prefixes:
-        sequences = open_indexed_files(prefix).sequences
-        documents[data_fingerprint(prefix)] = part_span(split, part, sequences, prefix)
+        files = open_indexed_files(prefix)
+        first, end = part_span(split, part, files.sequences, prefix)
+        start = 0  # of a merged corpus in this one
+        for fingerprint, count in merged_datasets(files):
+            part_first, part_end = max(first - start, 0), min(end - start, count)
+            if part_first < part_end:
+                before = documents.get(fingerprint, (part_first, part_end))
+                documents[fingerprint] = min(part_first, before[0]), max(part_end, before[1])
+            start += count
     return documents
 
 

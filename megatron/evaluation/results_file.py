@@ -72,8 +72,8 @@ class ResultsFile:
                     f"{self.folder}: contains results of another model, {other['pos_emb']} with "
                     f"seed {other['seed']} ({checkpoint.get('path')} at iteration "
                     f"{checkpoint.get('iteration')}, weights {checkpoint.get('fingerprint')}); "
-                    "choose another --output, evaluate that model too (--checkpoint A B), or drop "
-                    "its results with --replace"
+                    "choose another --output, evaluate checkpoints together (--checkpoint A B), or "
+                    "drop its results with --replace"
                 )
             if other is not None:
                 lines = b"".join(json.dumps(record).encode() + b"\n" for record in self.records)

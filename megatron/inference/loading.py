@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatron.checkpoint.configuration import checkpoint_config, code_notice, trained_tokenizer
+from megatron.checkpoint.configuration import checkpoint_config, code_notice, saved_training
 from megatron.checkpoint.directory import looks_like_checkpoint
 from megatron.checkpoint.layers import (
     check_sizes,
@@ -65,7 +65,7 @@ def load_model(
     check_sizes(step, settings, states)
     model = GPT(settings)
     load_layers(weight_layers(model.layers(), config.model), step, states=states)
-    model.trained_tokenizer = trained_tokenizer(step)
+    model.provenance = saved_training(step)
     return model.to(device=device, dtype=dtype).eval(), config
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -337,7 +337,8 @@ class GPT(nn.Module):
         """
         super().__init__()
         self.settings = settings
-        self.trained_tokenizer: str | None = None  # its fingerprint, if the checkpoint names it
+        # Of the checkpoint that the weights are from: its `saved_training`.
+        self.provenance: dict[str, Any] = {}
         self.checkpoint_every = checkpoint_every
         for index, factory in layer_factories(settings).items():
             self.add_module(str(index), factory())

@@ -13,6 +13,7 @@ from megatron.data.indexed_dataset import (
     bin_path,
     changed_file_error,
     manifest_path,
+    merged_datasets,
     open_indexed_files,
     write_manifest,
 )
@@ -88,6 +89,7 @@ def merge(prefixes: Sequence[str], output: str) -> WrittenFiles:
             skipped_empty=sum(manifest.skipped_empty for manifest in manifests),
             skipped_bad=sum(manifest.skipped_bad for manifest in manifests),
             skipped_other=sum(manifest.skipped_other for manifest in manifests),
+            parts=[part for source in sources for part in merged_datasets(source)],
         )
         write_manifest(output, combined)
     return written

@@ -19,9 +19,21 @@ from typing import NamedTuple
 from pydantic import TypeAdapter
 from typing_extensions import NotRequired, TypedDict
 
-from megatron.checkpoint.configuration import code_digests, evaluated_method
-from megatron.checkpoint.directory import find_step, has_checkpoint, iteration_of, tag_for
+from megatron.checkpoint.configuration import (
+    code_digests,
+    evaluated_method,
+    same_training,
+    saved_config,
+)
+from megatron.checkpoint.directory import (
+    find_step,
+    has_checkpoint,
+    iteration_of,
+    read_state_file,
+    tag_for,
+)
 from megatron.checkpoint.manifest import find_damage, weights_fingerprint
+from megatron.checkpoint.storage import CheckpointError
 from megatron.config import Config, UserError
 from megatron.config.schema.output import LoggingConfig
 from megatron.config.yaml_files import read_file as read_yaml
@@ -281,9 +293,18 @@ class SweepRun:
                 f"({'; '.join(differences)}); change the sweep's `output`, or delete that folder"
             )
 
+        # Checkpoints can be those of another run, whose folder was copied or moved.
+        if not has_checkpoint(self.checkpoints):
+            return
+        if not self._has_own_checkpoint():
+            raise UserError(
+                f"{self.checkpoints}: was trained with another configuration than that of run "
+                f"{self.name}; restore its checkpoints, or delete the folder of the run"
+            )
+
         # The data and the external method that the checkpoints were trained with.
         path = self.folder / DATA
-        if not path.is_file() or not has_checkpoint(self.checkpoints):
+        if not path.is_file():
             return
         present = self._inputs()
         trained = parse_json(read_file(path, MAX_JOURNAL_BYTES), _DATA, str(path))
@@ -296,6 +317,21 @@ class SweepRun:
                     "the folder in which it was started, change its `output`, or delete the folder "
                     "of the run"
                 )
+
+    def _has_own_checkpoint(self) -> bool:
+        """Whether the last checkpoint was trained as this run is. True if it is damaged: then only
+        this run fails.
+        """
+        config = self.config
+        try:
+            step = find_step(self.checkpoints)
+            saved = saved_config(step, config)
+            precision = read_state_file(step).get("precision")
+        except CheckpointError:
+            return True
+        is_like_it = same_training(saved, config) and saved.batch == config.batch
+        has_seed = saved.training.seed == config.training.seed
+        return is_like_it and has_seed and precision == config.precision.dtype
 
     def _inputs(self) -> dict[str, dict[str, str]]:
         """What identifies the datasets and the code of an external method (see `DATA`)."""

@@ -69,9 +69,12 @@ class _LibraryTokenizer(Tokenizer):
 
     @property
     def special_ids(self) -> list[int]:
-        added = self._tokenizer.get_added_tokens_decoder()
-        special = {token_id for token_id, token in added.items() if token.special}
-        return sorted(special | {self.eod})
+        return sorted({*self.special_tokens, self.eod})
+
+    @property
+    def special_tokens(self) -> dict[int, str]:
+        added = self._tokenizer.get_added_tokens_decoder().items()
+        return {token_id: token.content for token_id, token in added if token.special}
 
     @cached_property
     def unknown_id(self) -> int | None:

@@ -68,6 +68,11 @@ class Tokenizer(ABC):
         return [self.eod]
 
     @property
+    def special_tokens(self) -> dict[int, str]:
+        """The names of the tokens that stand for no text, by id, as far as the files have them."""
+        return {}
+
+    @property
     def unknown_id(self) -> int | None:
         """The id that `tokenize` gives for text that no token represents; None if there is none."""
         return None

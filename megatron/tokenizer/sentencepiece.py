@@ -63,6 +63,14 @@ class SPMTokenizer(Tokenizer):
         return ids
 
     @property
+    def special_tokens(self) -> dict[int, str]:
+        names = {}
+        for token in range(self.vocab_size):
+            if self._processor.is_control(token) or self._processor.is_unknown(token):
+                names[token] = self._processor.id_to_piece(token)
+        return names
+
+    @property
     def unknown_id(self) -> int | None:
         unknown: int = self._processor.unk_id()
         return unknown

@@ -15,8 +15,11 @@ import pytest
 from megatron.cli import evaluate, model_options
 from megatron.cli.evaluate import main
 from megatron.cli.model_options import load
+from megatron.convert import to_hugging_face
 from megatron.evaluation import PROTOCOLS, read_results
 from megatron.evaluation.records import KINDS
+from megatron.inference import load_model
+from megatron.tokenizer.tokenizer import TokenizerFiles
 from tests.support.checkpoints import write_checkpoint
 from tests.support.processes import free_ports
 from tests.support.runs import run, trained, training_settings
@@ -56,7 +59,11 @@ def seeds(tmp_path_factory, data_path) -> list[str]:
 
 
 def test_what_was_trained_on(tmp_path, data_path, seeds, capsys):
-    """A split, or a list of datasets, that takes other documents for validation."""
+    """A split, or a list of datasets, that takes other documents for validation. Exports tell it
+    too.
+    """
+    exported = tmp_path / "exported"
+    to_hugging_face(*load_model(seeds[0]), exported, tokenizer=TokenizerFiles("CharLevelTokenizer"))
     paths = {"data_path": "null", "train-data-paths": [data_path], "valid-data-paths": [data_path]}
     for number, (keys, common) in enumerate(
         (
@@ -70,7 +77,7 @@ def test_what_was_trained_on(tmp_path, data_path, seeds, capsys):
         words += ["--passkey", "--passkey-trials", "1", "--effective-length"]
         words += ["--set", *(f"{key}={value}" for key, value in keys.items())]
         words += ["allow_other_data=true"] * (number == 1)
-        main(["--checkpoint", seeds[0], *words])
+        main(["--checkpoint", str(exported) if number == 2 else seeds[0], *words])
         output = capsys.readouterr().out
         notes = {row["kind"]: row.get("trained_text") for row in read_results(folder)}
         assert set(notes) == {"extrapolation", "passkey", "effective_length"}

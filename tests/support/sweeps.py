@@ -12,6 +12,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 
 from megatron.checkpoint.directory import layer_file
 from megatron.cli import sweep as command
@@ -97,6 +98,8 @@ def fake_training(config, command, gpus, log) -> int:
             metrics.write(json.dumps(values) + "\n")
     (folder / f"global_step{end}" / "configs").mkdir(parents=True)
     (folder / f"global_step{end}" / "configs" / "config.yml").write_text(json.dumps(config))
+    state = {"iteration": end, "precision": "fp32"}
+    torch.save(state, folder / f"global_step{end}" / "mp_rank_00_model_states.pt")
     layer_file(folder / f"global_step{end}", 0, 0).write_text(
         f"weights {log.tell()}"
     )  # others in each training

@@ -1,10 +1,11 @@
 """Masks, packed rows and padding of transformers."""
 
+import contextlib
 import copy
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModel, DynamicCache, StaticCache
+from transformers import AutoConfig, AutoModel, BartForCausalLM, DynamicCache, StaticCache
 from transformers.masking_utils import (
     sliding_window_bidirectional_mask_function,
     sliding_window_causal_mask_function,
@@ -13,6 +14,7 @@ from transformers.masking_utils import (
 from kerple.transformers import use_positional
 from kerple.transformers.mask import attention_mask
 from tests.support.model_families import (
+    FAMILIES,
     TOLERANCE,
     VOCABULARY,
     family_inputs,
@@ -139,6 +141,17 @@ def test_texts_that_are_not_separated(name):
     model(tokens, attention_mask=padded, position_ids=(padded.cumsum(1) - 1).clamp(min=0))
 
 
+@pytest.mark.parametrize("name", ["bart", "t5"])
+@torch.no_grad()
+def test_a_mask_of_an_encoder_alone(name):
+    model = family_model(name)
+    use_positional(model, "alibi")
+    tokens = family_inputs(model)["input_ids"]
+    for numbers, is_valid in ((torch.ones_like(tokens), True), (1 + tokens % 2, False)):
+        with contextlib.nullcontext() if is_valid else pytest.raises(ValueError, match="position"):
+            model.get_encoder()(tokens, attention_mask=numbers)
+
+
 @torch.no_grad()
 def test_texts_around_padding_are_not_separated():
     model = family_model("llama")
@@ -187,6 +200,18 @@ def test_cross_attention_to_as_many_keys_as_queries(name):
     expected = outputs(model, inputs)
     use_positional(model, "none")
     assert (outputs(model, inputs) - expected).abs().max() / expected.std() < 1e-5
+
+
+@torch.no_grad()
+def test_the_decoder_of_an_encoder_decoder_alone():
+    model = BartForCausalLM(AutoConfig.for_model("bart", **FAMILIES["bart"])).eval()
+    tokens = torch.randint(3, VOCABULARY, (2, 12))
+    expected = model(tokens).logits
+    use_positional(model, "none")
+    assert (model(tokens).logits - expected).abs().max() / expected.std() < 1e-5
+    use_positional(model, None)
+    use_positional(model, "alibi", own_positions="remove")
+    assert (model(tokens).logits - expected).abs().max() / expected.std() > 1e-3
 
 
 @pytest.mark.parametrize("name", ["bert", "gpt2"])

@@ -73,6 +73,23 @@ def test_a_later_file_overrides_an_earlier_one(write, tmp_path, first, second, n
     assert_rejected(problem, load, write, MODEL, first, second, strict=True)
 
 
+@pytest.mark.parametrize(
+    ("overrides", "value", "texts"),
+    [
+        (["train_iters=7", "train-iters=8"], 8, ['"train-iters"', "7", "8", "--set"]),
+        (["train_iters=7", "train-iters=7"], 7, None),
+    ],
+)
+def test_an_override_that_is_given_twice(write, overrides, value, texts):
+    config = load(write, MODEL, overrides=overrides)
+    assert config.schedule.train_iters == value
+    if texts is None:
+        assert config.notices == ()
+    else:
+        (notice,) = config.notices
+        assert all(text in notice for text in texts)
+
+
 def test_files_that_set_parts_of_a_mapping(write):
     """Also three files, nested mappings, --set and `updated`; no value is replaced, so there is
     nothing to notice.

@@ -55,7 +55,7 @@ def test_an_existing_folder_is_not_replaced(tmp_path):
 
 def test_a_checkpoint_has_a_manifest(tmp_path):
     model, _ = make_model("none")
-    step = write_checkpoint(tmp_path, model, torch.bfloat16, {"num_layers": 2})
+    step = write_checkpoint(tmp_path, model, torch.bfloat16, {"num_layers": 2}, {})
     assert find_valid_step(tmp_path) == step
     assert find_damage(step) is None
     saved = torch.load(step / "layer_02-model_00-model_states.pt", weights_only=True)

@@ -137,12 +137,29 @@ def lowercase(document: dict) -> None:
     document["normalizer"] = {"type": "Lowercase"}
 
 
-@pytest.mark.parametrize("edit", [swap_tokens, remove_a_merge, lowercase])
+def swap_special_tokens(document: dict) -> None:
+    first, second = document["added_tokens"][1:3]
+    first["content"], second["content"] = second["content"], first["content"]
+    vocabulary = document["model"]["vocab"]
+    for token in (first, second):
+        vocabulary.pop(token["content"], None)
+
+
+def rename_a_special_token(document: dict) -> None:
+    document["added_tokens"][2]["content"] = "<|narrator|>"
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [swap_tokens, remove_a_merge, lowercase, swap_special_tokens, rename_a_special_token],
+)
 def test_an_edited_tokenizer_is_not_imported(edit, tmp_path):
     source, exported, imported = (tmp_path / name for name in ("own", "hf", "imported"))
     for folder in (source, exported, imported):
         folder.mkdir()
-    train_bpe(KINDS.values(), 700).save(str(source / "tokenizer.json"))
+    tokenizer = train_bpe(KINDS.values(), 700)
+    tokenizer.add_special_tokens(["<|reader|>", "<|writer|>"])
+    tokenizer.save(str(source / "tokenizer.json"))
     write_tokenizer(find_tokenizer(source), exported, 1024)
     digest = digest_of_ids(find_tokenizer(exported).build())
     document = json.loads((exported / "tokenizer.json").read_text())

@@ -10,8 +10,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron.config import Config
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
-from megatron.data.indexed_dataset import read_manifest, write_manifest
+from megatron.data.indexed_dataset import data_fingerprint, read_manifest, write_manifest
+from megatron.data.streams import part_documents
 from megatron.preparation import merging
 from megatron.preparation.documents import DocumentOptions
 from megatron.preparation.indexed_writer import IndexedWriter
@@ -19,6 +21,7 @@ from megatron.preparation.input_files import find_files
 from megatron.preparation.merging import merge
 from megatron.preparation.preprocessing import preprocess
 from megatron.preparation.readers import FileCorpus
+from tests.support.checkpoints import settings_of
 from tests.support.corpora import BYTE_TOKENIZER, json_lines
 from tests.support.errors import assert_rejected
 
@@ -54,6 +57,24 @@ def test_merge(tmp_path):
         manifest.text_bytes == sum(part.text_bytes for part in parts) == len("onetwothreefourfive")
     )
     assert manifest.inputs == ["a", "b", "c"]
+
+
+def test_documents_of_merged_datasets_are_those_of_their_parts(tmp_path):
+    """Also of datasets that were merged twice, in training and evaluation alike."""
+    first, second, third = (
+        build(tmp_path, name, text)
+        for name, text in (("a", "one two three"), ("b", "four"), ("c", "five six seven eight"))
+    )
+    inner, outer = str(tmp_path / "inner"), str(tmp_path / "outer")
+    merge([second, third], inner)
+    merge([first, inner], outer)
+    identities = [data_fingerprint(prefix) for prefix in (first, second, third)]
+    settings = settings_of("alibi", outer, split="5,3,0")
+    config = Config.from_flat(settings, source="test")
+    assert part_documents(config, "train") == dict(
+        zip(identities, [(0, 3), (0, 1), (0, 1)], strict=True)
+    )
+    assert part_documents(config, "valid") == {identities[2]: (1, 4)}
 
 
 @settings(max_examples=40, deadline=None)

@@ -252,6 +252,17 @@ def test_a_changed_configuration_is_an_error(sweep):
     assert_rejected(r"alibi/7.*config\.yml", sweep)
 
 
+@pytest.mark.parametrize("keys", [{"seed": 8}, {"hidden-dropout": 0.1}, {"train_batch_size": 16}])
+def test_exchanged_checkpoints_are_an_error(keys, sweep):
+    axes = {"pos_emb": ["alibi.yml"], "seed": [{"seed": 7}, {"seed": 7, **keys, "name": "other"}]}
+    sweep(axes=axes)
+    own, other = (sweep.runs / "alibi" / name / "checkpoints" for name in ("7", "other"))
+    own.rename(sweep.folder / "moved")
+    other.rename(own)
+    (sweep.folder / "moved").rename(other)
+    assert_rejected("alibi/7/checkpoints", sweep, axes=axes)
+
+
 def build_data_again(prefix, *, manifest):
     """Replace the data by others of the same size; the index, or else the manifest, shows it."""
     if not manifest:

@@ -38,6 +38,13 @@ def test_complete_schedules(flat, keys):
     assert config.notices == ()
 
 
+def test_a_schedule_that_training_does_not_complete_is_a_notice(flat):
+    keys = {**flat, "seq-length": 8, "curriculum-learning": LINEAR}
+    assert Config.from_flat({**keys, "train_iters": 12, "lr_decay_iters": 12}).notices == ()
+    notices = Config.from_flat({**keys, "train_iters": 9}).notices
+    assert any("total_curriculum_step is 10, but train_iters is 9" in notice for notice in notices)
+
+
 def test_a_schedule_of_one_length_is_a_notice(flat):
     keys = {**LINEAR, "schedule_config": {"total_curriculum_step": 10, "difficulty_step": 9}}
     (notice,) = Config.from_flat({**flat, "seq-length": 8, "curriculum-learning": keys}).notices
