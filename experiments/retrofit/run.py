@@ -3,6 +3,7 @@
     kerple sweep experiments/retrofit/demo.yml
     python experiments/retrofit/run.py demo [--seeds 11 ...] [--variants control kerple_log ...]
 
+`bytes` instead of `demo` takes the rotary models of experiments/bytes/main.yml.
 Losses go to experiments/retrofit/records/MODEL/seedN/VARIANT.jsonl, a line for each number of steps
 and length. What is recorded is not run again.
 """
@@ -27,6 +28,11 @@ from megatron.utils.command_line import run_main
 from megatron.utils.files import write_atomically
 
 HERE = Path(__file__).parent
+# The checkpoints of each model's seeds.
+MODELS = {
+    "demo": "runs/retrofit/demo/runs/seed{}/checkpoints",
+    "bytes": "runs/bytes/main/runs/{}/rotary/checkpoints",
+}
 SEEDS = (11, 12, 13, 14, 15)
 STEPS = (0, 30, 100, 300, 1000)
 WARMUP, BATCH = 10, 16
@@ -51,14 +57,14 @@ OTHERS = tuple(name for name in TRAINED if name not in PRIMARY)
 def main() -> None:
     """Run the variants that are not recorded, variant by variant."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("model", help="demo, the name of a sweep in this folder")
+    parser.add_argument("model", choices=MODELS)
     parser.add_argument("--seeds", nargs="+", type=int, default=SEEDS)
     parser.add_argument("--variants", nargs="+", default=[*PRIMARY, *UNTRAINED, *OTHERS])
     options = parser.parse_args()
     for variant in options.variants:
         for seed in options.seeds:
             output = HERE / "records" / options.model / f"seed{seed}" / f"{variant}.jsonl"
-            checkpoint = Path("runs/retrofit") / options.model / f"runs/seed{seed}/checkpoints"
+            checkpoint = Path(MODELS[options.model].format(seed))
             if not output.exists() and (checkpoint / "latest").exists():
                 started = time.monotonic()
                 lines = run(checkpoint, variant, seed)
