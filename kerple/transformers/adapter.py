@@ -20,8 +20,8 @@ from kerple.positional import ModelShape, PositionalMethod, build_layers
 from kerple.transformers.mask import (
     attention_of,
     check_inputs,
-    check_padding,
     forget_inputs,
+    note_inputs,
     share_tables,
 )
 from kerple.transformers.probes import Layer, check_removed, find_attention, remove_positions
@@ -120,6 +120,7 @@ def use_positional(
             )
 
         # The methods: one for all layers, or one for each.
+        num_layers = len(calls)
         calls = [calls[index] for index in chosen]
         methods = _build(method, calls, model, options)
         for call, own in zip(calls, methods * (len(calls) // len(methods)), strict=True):
@@ -131,7 +132,7 @@ def use_positional(
             "options": options,
             "own_positions": own_positions,
             "layers": None if layers is None else chosen,
-            "num_layers": len(calls),
+            "num_layers": num_layers,
             "num_heads": calls[0].num_heads,
             "head_size": calls[0].head_size,
         }
@@ -373,13 +374,12 @@ def _attach(model: PreTrainedModel, state: _State) -> None:
     # Users call parts, such as encoders. Some models call their body's parts instead of the body,
     # and wrappers call the body.
     parts = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
-    for part in parts:
-        state.handles.append(part.register_forward_pre_hook(check_padding, with_kwargs=True))
     check = partial(check_inputs, [part.config for part in parts])
-    body: Any = model.base_model
-    for each in {model, body}:
-        state.handles.append(each.register_forward_pre_hook(check, with_kwargs=True))
-        state.handles.append(each.register_forward_hook(forget_inputs, always_call=True))
+    note = partial(note_inputs, model)
+    for part in parts:
+        for hook in (check, note):
+            state.handles.append(part.register_forward_pre_hook(hook, with_kwargs=True))
+        state.handles.append(part.register_forward_hook(forget_inputs, always_call=True))
     call = "kerple.transformers.load_positional(model, FOLDER)"
     setattr(model.config, MODULE, {**copy.deepcopy(state.description), "load": call})
     for part in parts:
@@ -387,10 +387,19 @@ def _attach(model: PreTrainedModel, state: _State) -> None:
 
 
 def _owner(model: nn.Module) -> nn.Module:
-    for module in model.modules():
-        if "_kerple_state" in module.__dict__:
-            return module
-    raise ValueError(f"{type(model).__name__} has no method of use_positional")
+    """The model, or the part of it, that `use_positional` was called on. Raises ValueError if there
+    is none, or several.
+    """
+    owners = [module for module in model.modules() if "_kerple_state" in module.__dict__]
+    if not owners:
+        raise ValueError(f"{type(model).__name__} has no method of use_positional")
+    if len(owners) > 1:
+        names = ", ".join(type(owner).__name__ for owner in owners)
+        raise ValueError(
+            f"several parts of {type(model).__name__} have a method ({names}); pass one of them, "
+            "such as model.get_encoder()"
+        )
+    return owners[0]
 
 
 def _state_of(model: nn.Module) -> _State:

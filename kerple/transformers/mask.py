@@ -23,7 +23,7 @@ IMPLEMENTATION = "kerple"
 # id of a model's configuration -> the configuration, and the attention of the layers, which share
 # the tables of a forward pass. A copy of a model is not found here; its layers compute their tables
 # themselves.
-_SHARED: dict[int, tuple[weakref.ref[Any], list[Attention]]] = {}
+_SHARED: dict[int, tuple[weakref.ref[Any], list[weakref.ref[Attention]]]] = {}
 
 
 @dataclass(eq=False)
@@ -74,10 +74,14 @@ class Inputs(threading.local):
     """What the inputs of a model ask for, in a thread.
 
     Attributes:
+        owner: the model with a method. called: it or the part of it that was called; the parts that
+            this calls do not change what its inputs ask for.
         packed: several texts in a row, by position_ids that start again.
         probabilities: those of all layers, by output_attentions.
     """
 
+    owner: Any = None
+    called: Any = None
     packed: bool = False
     probabilities: bool = False
 
@@ -86,21 +90,16 @@ INPUTS = Inputs()
 
 
 @torch.compiler.disable
-def check_inputs(
-    configs: list[Any], model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> None:
-    """A forward pre-hook. Notes what the inputs ask for, which some models and caches ignore.
-    Raises ValueError for a model whose attention was changed, so that it has no method.
+def note_inputs(owner: Any, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """A forward pre-hook of a model and of each part that can be called alone. Notes what the
+    inputs ask for, which some models and caches ignore.
 
-    configs: of the model and its parts.
+    owner: the model with a method.
     """
-    for config in configs:
-        if config._attn_implementation != IMPLEMENTATION:
-            raise ValueError(
-                f"the attention of the model was changed to {config._attn_implementation!r}, which "
-                "does not use its positional method; change it before use_positional, or take the "
-                "method away first: use_positional(model, None)"
-            )
+    # A call that the user interrupted was not forgotten.
+    if INPUTS.owner is owner and INPUTS.called is not model:
+        return
+    INPUTS.owner, INPUTS.called = owner, model
     inputs = inspect.signature(model.forward).bind_partial(*args, **kwargs).arguments
     asked = kwargs.get("output_attentions")
     if asked is None:
@@ -128,10 +127,22 @@ def check_inputs(
 
 
 @torch.compiler.disable
-def check_padding(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """A forward pre-hook of each part of a model that can be called alone. Raises ValueError for a
-    mask of padding with other numbers than 0 and 1.
+def check_inputs(
+    configs: list[Any], model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    """A forward pre-hook of a model and of each part that can be called alone. Raises ValueError if
+    its attention was changed, so that it has no method, and for a mask of padding with other
+    numbers than 0 and 1.
+
+    configs: of the model and its parts.
     """
+    for config in configs:
+        if config._attn_implementation != IMPLEMENTATION:
+            raise ValueError(
+                f"the attention of the model was changed to {config._attn_implementation!r}, which "
+                "does not use its positional method; change it before use_positional, or take the "
+                "method away first: use_positional(model, None)"
+            )
     inputs = inspect.signature(model.forward).bind_partial(*args, **kwargs).arguments
     for name in ("attention_mask", "decoder_attention_mask"):
         mask: Any = inputs.get(name)
@@ -143,9 +154,11 @@ def check_padding(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
             )
 
 
-def forget_inputs(*_: Any) -> None:
-    """A forward hook: the next model may be called without `check_inputs`."""
-    INPUTS.packed = INPUTS.probabilities = False
+def forget_inputs(model: Any, *_: Any) -> None:
+    """A forward hook: the next model may be called without `note_inputs`."""
+    if INPUTS.called is model:
+        INPUTS.owner = INPUTS.called = None
+        INPUTS.packed = INPUTS.probabilities = False
 
 
 def check_separated(ids: Tensor | None) -> None:
@@ -295,11 +308,14 @@ def _add_tables(visible: Visible, config: Any, device: torch.device) -> None:
 
 
 def attention_of(config: Any) -> list[Attention]:
-    """The attention of the model with this configuration; empty if it has no method."""
-    found, attentions = _SHARED.get(id(config), (None, []))
+    """The attention of the model with this configuration; empty if it has no method, or is no
+    more.
+    """
+    found, references = _SHARED.get(id(config), (None, []))
     if found is None or found() is not config:
         return []
-    return attentions
+    attentions = [reference() for reference in references]
+    return [attention for attention in attentions if attention is not None]
 
 
 def share_tables(config: Any, attentions: list[Attention] | None) -> None:
@@ -311,7 +327,7 @@ def share_tables(config: Any, attentions: list[Attention] | None) -> None:
 
     forget()
     if attentions is not None:
-        _SHARED[key] = weakref.ref(config, forget), attentions
+        _SHARED[key] = weakref.ref(config, forget), [weakref.ref(each) for each in attentions]
 
 
 def for_layer(visible: Visible, device: torch.device) -> Visible:

@@ -129,6 +129,9 @@ def _random_tokens(model: PreTrainedModel) -> dict[str, Tensor]:
     has_cross = model.config.is_encoder_decoder or getattr(
         model.config, "add_cross_attention", False
     )
+    # BartForCausalLM and its kind can do without, and say so in their configuration.
+    names = [name.rpartition(".")[2] for name, _ in model.named_modules()]
+    has_cross = has_cross or "encoder_attn" in names
     is_part = has_cross and "decoder_input_ids" not in parameters
     if is_part and "encoder_hidden_states" in parameters:
         states = torch.randn(1, 3, embedding.shape[1], generator=generator)
@@ -157,11 +160,13 @@ def _run_probe(
 
 
 def zero_angles(module: nn.Module, inputs: Any, output: Any) -> Any:
-    """A hook: the cosines and sines of angles 0, or their complex numbers."""
+    """A hook: the cosines and sines of angles 0, or their complex numbers. Their size, YaRN's
+    temperature, does not depend on the position and stays.
+    """
     if isinstance(output, Tensor) and output.is_complex():
-        return torch.ones_like(output)
+        return output.abs().to(output.dtype)
     cosine, sine = output
-    return torch.ones_like(cosine), torch.zeros_like(sine)
+    return torch.hypot(cosine, sine), torch.zeros_like(sine)
 
 
 def first_position(module: nn.Module, inputs: Any) -> Any:
@@ -205,6 +210,16 @@ def check_removed(model: PreTrainedModel) -> None:
     """Raises ValueError unless the model, with attention to all keys, is indifferent to the order
     of its tokens, so that no positions are left. Leaves out biases from now on.
     """
+    # Queries that grow with their position do so too far for a few tokens.
+    for part in model.modules():
+        config: Any = getattr(part, "config", None)
+        scaling = getattr(config, "rope_parameters", None) or {}
+        if getattr(config, "attn_temperature_tuning", False) or scaling.get("llama_4_scaling_beta"):
+            raise ValueError(
+                f"the positions of {type(model).__name__} cannot be removed: it scales its queries "
+                "by their position; keep the positions, or switch this off in its configuration "
+                "(attn_temperature_tuning, llama_4_scaling_beta)"
+            )
     attended: set[nn.Module] = set()
 
     def unordered(

@@ -3,7 +3,7 @@
 import hashlib
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -246,19 +246,30 @@ def check_trained_data(step: Path, data: Mapping[str, str]) -> list[str]:
     return [prefix for prefix, fingerprint in data.items() if fingerprint not in trained.values()]
 
 
-def trained_text_notice(step: Path, documents: Mapping[str, tuple[int, int]]) -> str | None:
-    """A sentence if the weights may have been trained on documents (see `part_documents`); None if
-    they were not, or the checkpoint does not tell.
+def trained_text_notice(
+    trained: Mapping[str, Any], documents: Mapping[str, tuple[int, int]], prefixes: Iterable[str]
+) -> str | None:
+    """A sentence if weights may have been trained on a text; None if they were not, as far as is
+    known.
+
+    trained: the checkpoint's `saved_training`. documents, prefixes: of the text, see
+    `part_documents`.
     """
-    trained = saved_training(step).get("trained_documents", {})
+    spans = trained.get("trained_documents", {})
     common = total = 0
     for fingerprint, (first, end) in documents.items():
         total += end - first
-        trained_first, trained_end = trained.get(fingerprint, (0, 0))
+        trained_first, trained_end = spans.get(fingerprint, (0, 0))
         common += max(0, min(end, trained_end) - max(first, trained_first))
-    if not common:
-        return None
-    return f"{common:,} of the {total:,} documents of the text are of its training data"
+    if common:
+        return f"{common:,} of the {total:,} documents of the text are of its training data"
+
+    # Earlier contents may have had the same documents.
+    replaced = set(map(os.path.realpath, trained.get("replaced_data", [])))
+    for prefix in prefixes:
+        if os.path.realpath(prefix) in replaced:
+            return f"it was also trained with other contents of {prefix}"
+    return None
 
 
 def training_recipe(step: Path, saved: Config) -> str:
@@ -274,7 +285,7 @@ def training_recipe(step: Path, saved: Config) -> str:
     except CheckpointError:
         state = {}
     training = saved_training(step)
-    data = sorted(set(training.get("data", {}).values()))
+    data = sorted({*training.get("data", {}).values(), *training.get("trained_documents", {})})
     batch, precision = state.get("global_batch"), state.get("precision")
     earlier = training.get("earlier_recipes", [])
     identity = keys, saved.checkpoint.finetune, data, batch, precision, earlier
@@ -291,7 +302,8 @@ def earlier_recipes(step: Path, config: Config, global_batch: int) -> list[str]:
         batch = read_state_file(step).get("global_batch")
     except CheckpointError:  # as of other programs
         return earlier
-    is_same = same_training(saved, config) and batch == global_batch
+    has_seed = saved.training.seed == config.training.seed
+    is_same = same_training(saved, config) and has_seed and batch == global_batch
     if is_same and not config.checkpoint.finetune:
         return earlier
     return [*earlier, training_recipe(step, saved)]

@@ -280,8 +280,10 @@ def load_checkpoint(
         report(
             f"finetune: weights from {step}; optimizer, schedule and data start from the beginning"
         )
-        state = TrainingState()
-        state.trained_documents = saved_training(step).get("trained_documents", {})
+        state, trained = TrainingState(), saved_training(step)
+        state.data = trained.get("data", {})
+        state.replaced_data = trained.get("replaced_data", [])
+        state.trained_documents = trained.get("trained_documents", {})
     else:
         state = _resume(engine, config, step, report)
         report(f"loaded {step}: iteration {state.iteration}, {state.consumed_samples} samples read")

@@ -66,7 +66,9 @@ class TrainingState:
         run: identifies the run in logs; resuming does not change it. Empty if unknown.
         folder, inode: the path and inode of the folder to which the run last saved.
         tokenizer: `Tokenizer.fingerprint`. Empty if unknown.
-        data: absolute prefix -> `data_fingerprint` of the datasets with which the run was trained.
+        data: absolute prefix -> `data_fingerprint` of the datasets with which the weights were
+            trained, also before `finetune`.
+        replaced_data: absolute prefixes whose contents in `data` were others before.
         code: `code_digests` of an external positional method.
         trained_documents: `data_fingerprint` -> first and one-past-last document of each dataset of
             which the weights were trained, also before `finetune`.
@@ -89,6 +91,7 @@ class TrainingState:
     inode: int = 0
     tokenizer: str = ""
     data: dict[str, str] = field(default_factory=dict)
+    replaced_data: list[str] = field(default_factory=list)
     code: list[str] = field(default_factory=list)
     trained_documents: dict[str, tuple[int, int]] = field(default_factory=dict)
     earlier_recipes: list[str] = field(default_factory=list)

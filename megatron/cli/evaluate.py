@@ -18,6 +18,7 @@ from megatron.checkpoint.configuration import (
     code_digests,
     evaluated_method,
     is_converted,
+    saved_training,
     trained_text_notice,
     trained_tokenizer,
     training_recipe,
@@ -391,7 +392,7 @@ def _check_data(
                     f"notice: {Path(prefix).absolute()} is not one of the datasets that "
                     f"{model.step} was trained with"
                 )
-        trained_text = trained_text_notice(model.step, documents)
+        trained_text = trained_text_notice(saved_training(model.step), documents, prefixes)
         if trained_text is not None:
             report(f"notice: {model.step} may have been trained on the text: {trained_text}")
         trained_texts.append(trained_text)

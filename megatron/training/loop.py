@@ -3,7 +3,7 @@
 import contextlib
 import math
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -100,8 +100,7 @@ def build_trainer(
     data = run_on_rank_0(lambda: identify_data(config, start, report))
     planned = _num_samples(config, layout, TrainingState())
     datasets = _build_datasets(config, tokenizer, planned, report)
-    if start.checkpoint is not None:
-        report_trained_text(config, start.checkpoint, datasets, report)
+    report_trained_text(config, start, datasets, report)
     curves = None
     if config.training.extrapolation_lengths:
         curves = ExtrapolationCurves(config, layout, logger)
@@ -115,10 +114,8 @@ def build_trainer(
         datasets = _build_datasets(config, tokenizer, needed, report)
     _follow_data_order(state, datasets, report)
     state.tokenizer = tokenizer.fingerprint
-    state.data |= data
     state.code = code_digests(config.model)
-    if datasets.train is not None:
-        _record_documents(config, state)
+    _record_data(config, state, data)
     state.run = run_on_rank_0(lambda: identify_run(config.checkpoint.save, state, report))
 
     # What the loop calls.
@@ -247,8 +244,16 @@ def _follow_data_order(state: TrainingState, datasets: Datasets, report: Report)
         report(f"training data: {line}")
 
 
-def _record_documents(config: Config, state: TrainingState) -> None:
-    """Add the documents of the training data to those that the weights were trained on."""
+def _record_data(config: Config, state: TrainingState, data: Mapping[str, str]) -> None:
+    """Add the datasets of the run (see `identify_data`), and the documents of its training data, to
+    those that the weights were trained on.
+    """
+    for prefix, fingerprint in data.items():
+        if state.data.get(prefix, fingerprint) != fingerprint:
+            state.replaced_data.append(prefix)
+    state.data |= data
+    if not data:
+        return
     for fingerprint, (first, end) in part_documents(config, "train").items():
         before = state.trained_documents.get(fingerprint, (first, end))
         state.trained_documents[fingerprint] = min(first, before[0]), max(end, before[1])

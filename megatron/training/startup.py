@@ -9,6 +9,7 @@ import secrets
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -17,6 +18,7 @@ from megatron.checkpoint.cleanup import clean_up
 from megatron.checkpoint.configuration import (
     check_trained_data,
     check_trained_tokenizer,
+    saved_training,
     trained_text_notice,
     trained_tokenizer,
 )
@@ -34,7 +36,7 @@ from megatron.config import Config, UserError
 from megatron.data.datasets import Datasets
 from megatron.data.indexed_dataset import data_fingerprint
 from megatron.data.splits import dataset_prefixes
-from megatron.data.streams import part_documents
+from megatron.data.streams import evaluation_corpora, part_documents
 from megatron.model.settings import Layout
 from megatron.model.trial import check_parts, not_finite, trial_step
 from megatron.tokenizer.interface import Tokenizer
@@ -273,16 +275,25 @@ def try_model(config: Config, place: str) -> None:
         raise UserError(f"{place}: {not_finite(config.model.pos_emb, broken)}")
 
 
-def report_trained_text(
-    config: Config, checkpoint: Path, datasets: Datasets, report: Report
-) -> None:
-    """Report if the run validates or tests on documents that the checkpoint was trained on."""
+def report_trained_text(config: Config, start: Start, datasets: Datasets, report: Report) -> None:
+    """Report if the run validates or tests on documents that it trains on, or that its checkpoint
+    was trained on.
+    """
+    trained: dict[str, dict[str, Any]] = {}
+    if datasets.train is not None:
+        documents = run_on_rank_0(partial(part_documents, config, "train"))
+        trained["this run trains on them"] = {"trained_documents": documents}
+    if start.checkpoint is not None:
+        problem = f"{start.checkpoint} may have been trained on them"
+        trained[problem] = run_on_rank_0(partial(saved_training, start.checkpoint))
     for part in ("valid", "test"):
         if getattr(datasets, part) is None:
             continue
         documents = run_on_rank_0(partial(part_documents, config, part))
-        if notice := trained_text_notice(checkpoint, documents):
-            report(f"notice: {part} data: {checkpoint} may have been trained on them: {notice}")
+        prefixes, _ = evaluation_corpora(config, part)
+        for problem, training in trained.items():
+            if notice := trained_text_notice(training, documents, prefixes):
+                report(f"notice: {part} data: {problem}: {notice}")
 
 
 def identify_data(config: Config, start: Start, report: Report) -> dict[str, str]:

@@ -110,7 +110,7 @@ def test_seeds_of_different_trainings(tmp_path, data_path, seeds):
 
 
 def test_seeds_with_different_pasts(tmp_path, data_path):
-    """Finetuned from models of different training, or resumed with another learning rate."""
+    """Finetuned from models of different training, or resumed with another rate or seed."""
     keys = {"eval_iters": 0, "lr_decay_iters": 9}
     params = {"type": "Adam", "params": {"lr": 0.004}}
     for name, iterations, seed in (("1", 1, 1), ("2", 2, 2), ("4", 1, 4)):
@@ -120,15 +120,18 @@ def test_seeds_with_different_pasts(tmp_path, data_path):
     trained(tmp_path / "3", data_path, **keys, train_iters=1, seed=3, optimizer=params)
     trained(tmp_path / "3", data_path, **keys, train_iters=2, seed=3)
     trained(tmp_path / "4", data_path, **keys, train_iters=2, seed=4)
+    trained(tmp_path / "5", data_path, **keys, train_iters=1, seed=4)
+    trained(tmp_path / "5", data_path, **keys, train_iters=2, seed=5)
     notes = {}
-    for names in (("tuned1", "tuned4"), ("tuned1", "tuned2"), ("2", "4"), ("2", "3")):
+    pairs = [("tuned1", "tuned4"), ("tuned1", "tuned2"), ("2", "4"), ("2", "3"), ("2", "5")]
+    for names in pairs:
         places = [str(tmp_path / name / "checkpoints") for name in names]
         report = tmp_path / "-".join(names)
         words = ["--lengths", "32", "--tokens", "64", "--set", f"data_path={data_path}"]
         main(["--checkpoint", *places, *words, "--output", str(report)])
         table = (report / "extrapolation.md").read_text()
         notes[names] = table.count("differ in more than their seed")
-    assert list(notes.values()) == [0, 1, 0, 1]
+    assert list(notes.values()) == [0, 1, 0, 1, 1]
 
 
 def run_rank(folder, words, rendezvous, rank, expected_error):

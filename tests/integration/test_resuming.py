@@ -200,6 +200,13 @@ def test_data_that_changed_since_the_checkpoint(tmp_path, data_path, capsys):
         )
     trained(tmp_path, own, **keys, train_iters=3)
     trained(tmp_path, other, **keys, train_iters=4, allow_other_data=True)
+    # Its validation documents may have been training documents before.
+    capsys.readouterr()
+    for save in ("checkpoints", "tuned"):
+        places = {"load": str(tmp_path / "checkpoints"), "save": str(tmp_path / save)}
+        options = {**places, "finetune": save == "tuned", "train_iters": 5, "eval_iters": 1}
+        trained(tmp_path, other, **{**keys, **options})
+        assert f"other contents of {other}" in unwrapped(capsys.readouterr().out)
     # A new run from the weights begins its data anew.
     rebuilt(data_path, own)
     trained(tmp_path, own, **keys, train_iters=1, finetune=True, save=str(tmp_path / "new"))

@@ -72,6 +72,7 @@ DECODERS = {
         "intermediate_size_mlp": 64,
         "num_local_experts": 2,
         "attention_chunk_size": 5,
+        "attn_temperature_tuning": False,
         "interleave_moe_layer_step": 1,
     },
     "mistral": {**GROUPED, "sliding_window": 5},

@@ -1,6 +1,7 @@
 """Adding a method to a model of transformers, saving and loading it."""
 
 import copy
+import gc
 import json
 import pickle
 
@@ -139,13 +140,30 @@ def test_a_part_of_a_model(tmp_path):
 
 
 def test_models_that_share_a_configuration():
+    """One after the other, but not at the same time."""
     model = family_model("llama")
-    other = type(model)(model.config)
+    other, third = type(model)(model.config), type(model)(model.config)
     use_positional(model, "kerple_log")
     with pytest.raises(ValueError, match="configuration"):
         use_positional(other, "kerple_log")
     use_positional(model, None)
     use_positional(other, "kerple_log")
+    del other
+    gc.collect()
+    use_positional(third, "kerple_log")
+
+
+def test_parts_with_methods_of_their_own(tmp_path):
+    model = family_model("t5")
+    use_positional(model.get_encoder(), "kerple_log")
+    use_positional(model.get_decoder(), "alibi")
+    with pytest.raises(ValueError, match="several parts"):
+        save_positional(model, tmp_path)
+    save_positional(model.get_decoder(), tmp_path)
+    with pytest.raises(ValueError, match="num_layers"):
+        load_positional(family_model("t5"), tmp_path)
+    decoder = family_model("t5").get_decoder()
+    assert load_positional(decoder, tmp_path) is decoder
 
 
 def test_weights_that_do_not_fit(tmp_path):

@@ -5,7 +5,16 @@ import copy
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModel, BartForCausalLM, DynamicCache, StaticCache
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    BartForCausalLM,
+    CLIPVisionConfig,
+    DynamicCache,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+    StaticCache,
+)
 from transformers.masking_utils import (
     sliding_window_bidirectional_mask_function,
     sliding_window_causal_mask_function,
@@ -153,6 +162,29 @@ def test_a_mask_of_an_encoder_alone(name):
 
 
 @torch.no_grad()
+def test_texts_of_a_part_are_not_separated():
+    """The language model in a model of images and texts, called alone."""
+    text = AutoConfig.for_model("llama", **FAMILIES["llama"])
+    sizes = {"hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 1}
+    vision = CLIPVisionConfig(**sizes, num_attention_heads=4, image_size=16, patch_size=8)
+    config = LlavaConfig(
+        vision_config=vision,
+        text_config=text,
+        image_token_index=VOCABULARY - 1,
+        vision_feature_layer=-1,
+    )
+    model = LlavaForConditionalGeneration(config).eval()
+    use_positional(model, "kerple_log")
+    tokens, positions = torch.randint(3, 90, (1, 12)), torch.tensor([[0, 1, 2, 3, 4, 5] * 2])
+    for called in (model, model.model.language_model):
+        with pytest.raises(ValueError, match="position_ids"):
+            called(input_ids=tokens, position_ids=positions)
+        separate = called(input_ids=tokens, position_ids=positions, use_cache=False)[0][:, 6:]
+        alone = called(input_ids=tokens[:, 6:])[0]
+        assert (separate - alone).abs().max() / alone.std() < 1e-5
+
+
+@torch.no_grad()
 def test_texts_around_padding_are_not_separated():
     model = family_model("llama")
     use_positional(model, "kerple_log")
@@ -209,7 +241,12 @@ def test_the_decoder_of_an_encoder_decoder_alone():
     expected = model(tokens).logits
     use_positional(model, "none")
     assert (model(tokens).logits - expected).abs().max() / expected.std() < 1e-5
+    # Its cross-attention, to as many keys as there are queries.
+    states = {"encoder_hidden_states": torch.randn(2, 12, 32)}
+    states["encoder_attention_mask"] = (torch.arange(12) < torch.tensor([[12], [7]])).long()
+    attended = model(tokens, **states).logits
     use_positional(model, None)
+    assert (model(tokens, **states).logits - attended).abs().max() / attended.std() < 1e-5
     use_positional(model, "alibi", own_positions="remove")
     assert (model(tokens).logits - expected).abs().max() / expected.std() > 1e-3
 

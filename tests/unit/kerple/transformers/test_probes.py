@@ -1,5 +1,7 @@
 """Finding the attention of models, and removing their own positions."""
 
+import copy
+
 import pytest
 import torch
 from transformers import (
@@ -38,6 +40,29 @@ def test_positions_that_cannot_be_removed(monkeypatch):
         use_positional(model, "kerple_log", own_positions="remove")
     assert not hasattr(model, "kerple_positional")
     del type(model.transformer).wpe
+
+
+def test_queries_that_grow_with_their_position():
+    model = family_model("llama4_text", attn_temperature_tuning=True)
+    with pytest.raises(ValueError, match="attn_temperature_tuning"):
+        use_positional(model, "alibi", own_positions="remove")
+    use_positional(model, "alibi")
+
+
+@torch.no_grad()
+def test_the_temperature_of_yarn_stays():
+    rope = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 16}
+    model = family_model("llama", rope_parameters={**rope, "rope_theta": 10000.0})
+    inputs, other = family_inputs(model), copy.deepcopy(model)
+    scale = other.model.rotary_emb.attention_scaling
+    assert scale > 1.1
+
+    def without_angles(module, inputs, output):
+        return torch.full_like(output[0], scale), torch.zeros_like(output[1])
+
+    other.model.rotary_emb.register_forward_hook(without_angles)
+    use_positional(model, "none", own_positions="remove")
+    assert (outputs(model, inputs) - outputs(other, inputs)).abs().max() < 1e-5
 
 
 @torch.no_grad()
@@ -102,5 +127,7 @@ def test_attention_that_was_changed_afterwards(name, part):
     getattr(model, part).set_attn_implementation("sdpa")
     with pytest.raises(ValueError, match="sdpa"):
         model(**inputs)
+    with pytest.raises(ValueError, match="sdpa"):
+        getattr(model, part)(inputs["input_ids"])
     use_positional(model, None)
     assert torch.equal(outputs(model, inputs), expected)

@@ -20,7 +20,14 @@ from megatron.training.loop import Trainer, train
 from megatron.training.optimizer import Schedule
 from tests.support.configs import make_config
 from tests.support.errors import assert_rejected
-from tests.support.runs import copy_checkpoint, metrics, trained, training_settings, weights
+from tests.support.runs import (
+    copy_checkpoint,
+    metrics,
+    trained,
+    training_settings,
+    unwrapped,
+    weights,
+)
 from tests.support.self_check import install_kernels, use_cpu_as_gpu
 
 EXPLODE = {
@@ -52,6 +59,15 @@ def test_training_changes_all_positional_parameters_and_lowers_the_loss(
     assert bool(positional) == (pos_emb != "xpos")
     for name in positional:
         assert not torch.equal(before[name], after[name]), name
+
+
+def test_validation_on_the_training_data(tmp_path, data_path, capsys):
+    paths = {"train_data_paths": [data_path], "valid_data_paths": [data_path]}
+    keys = {"train_iters": 1, "eval_iters": 1, "log_interval": 5}
+    trained(tmp_path / "1", data_path, **keys)
+    assert "trains on them" not in capsys.readouterr().out
+    trained(tmp_path / "2", None, **paths, **keys)
+    assert "valid data: this run trains on them: 80 of the 80" in unwrapped(capsys.readouterr().out)
 
 
 def test_a_masked_loss_is_the_mean_over_the_tokens_of_the_global_batch(tmp_path, data_path):
