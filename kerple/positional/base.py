@@ -137,6 +137,8 @@ class PositionalMethod(nn.Module):
         segment: for a method with `scale_qk`, the maximum number of queries per call.
         per_pair, shift_invariant, lookahead: for a method with `modify_scores`, see
             `ScoreModifier`.
+        counts_from_start: whether a score depends on the place of the query in its text. Then
+            attention needs all keys from the start of it.
         signed: whether bias, weight and table are defined for negative distances, of keys after the
             query. Otherwise, attention that is not causal reads them at the absolute distance.
         causal_only: whether the method has no meaning for keys after the query.
@@ -156,6 +158,7 @@ class PositionalMethod(nn.Module):
     per_pair: bool = False
     shift_invariant: bool = False
     lookahead: int = 0
+    counts_from_start: bool = False
     signed: bool = False
     causal_only: bool = False
     turns: bool = False

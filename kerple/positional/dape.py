@@ -238,6 +238,8 @@ class LeakyFire(Fire):
 class DapeFire(DapePerPair):
     """With FIRE's bias, and its option `threshold`. `mlp_width` is the width of both MLPs."""
 
+    counts_from_start = True
+
     def __init__(
         self,
         num_heads: int,
@@ -332,6 +334,8 @@ class DapeV2Alibi(DapeConvolution):
 @register("dape_v2_fire", "fire_dapev2")
 class DapeV2Fire(DapeConvolution):
     """With FIRE's bias and its option `threshold`. `mlp_width` is the width of both MLPs."""
+
+    counts_from_start = True
 
     def __init__(
         self,

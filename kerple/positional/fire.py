@@ -37,6 +37,7 @@ class Fire(ScoreModifier):
 
     per_pair = True
     causal_only = False
+    counts_from_start = True
     activation = staticmethod(F.relu)
 
     def __init__(self, num_heads: int, mlp_width: int = 32, threshold: float = 512.0):

@@ -369,6 +369,7 @@ class PerLayer(PositionalMethod):
         self.per_pair = method.per_pair
         self.shift_invariant = method.shift_invariant
         self.lookahead = method.lookahead
+        self.counts_from_start = method.counts_from_start
         self.length_dependent = method.length_dependent
         self.turns = method.turns
         self.interpolated = method.interpolated

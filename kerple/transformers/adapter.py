@@ -278,8 +278,14 @@ def _read(folder: Path, model: PreTrainedModel) -> tuple[dict[str, Any], dict[st
 
     # The files that from_pretrained reads; earlier ones may lie next to them.
     files = [folder / "model.safetensors"]
+    index_file = folder / "model.safetensors.index.json"
     if not files[0].exists():
-        index = json.loads((folder / "model.safetensors.index.json").read_text())
+        if not index_file.exists():
+            raise ValueError(
+                f"{folder}: has neither {files[0].name} nor {index_file.name}; save the model "
+                "again, without `variant`"
+            )
+        index = json.loads(index_file.read_text())
         files = [folder / name for name in sorted(set(index["weight_map"].values()))]
     weights = {}
     for path in files:

@@ -105,6 +105,13 @@ def attention_forward(
             f"attention has {key.shape[2]} keys, but the mask is for {visible.kv_len}; caches that "
             "begin with keys of no token, as of prefix tuning, are not supported"
         )
+    method = attention.positional
+    if visible.kv_offset and method is not None and method.counts_from_start:
+        raise NotImplementedError(
+            f"{type(method).__name__} needs the places of keys in the text, which a cache that "
+            "keeps a window does not tell; pass past_key_values=DynamicCache(), which keeps all "
+            "keys, or use_cache=False"
+        )
     key, value = key[:, :, : visible.kv_len], value[:, :, : visible.kv_len]
     probabilities = INPUTS.probabilities or kwargs.get("output_attentions")
     if visible.dense is not None or position_bias is not None or probabilities:

@@ -33,6 +33,7 @@ class Visible:
     Attributes:
         q_len, kv_len: s and t. A static cache has more keys, which are not in use.
         causal, window: as in `kerple.Attention`.
+        kv_offset: the number of earlier keys, which a cache has dropped.
         documents: the texts of the t keys of each row; None if each row is one text.
         dense: bool `[b, 1, s, t]`, True for what a query sees, if it is anything else.
         positions: int64 `[b, t]` of the keys, for the distances of a dense mask.
@@ -44,6 +45,7 @@ class Visible:
     device: torch.device
     causal: bool = True
     window: int | None = None
+    kv_offset: int = 0
     documents: Documents | None = None
     dense: Tensor | None = None
     positions: Tensor | None = None
@@ -203,7 +205,7 @@ def attention_mask(
     used = first + q_length
     if mask_function is bidirectional_mask_function:
         used = kv_length
-    visible = Visible(q_length, used, torch.device(device))
+    visible = Visible(q_length, used, torch.device(device), kv_offset=kv_offset)
 
     # Padding: False in the mask, which counts the tokens of the whole text.
     is_text = torch.ones(batch_size, used, dtype=torch.bool, device=device)

@@ -298,13 +298,15 @@ def earlier_recipes(step: Path, config: Config, global_batch: int) -> list[str]:
     """
     earlier: list[str] = saved_training(step).get("earlier_recipes", [])
     try:
-        saved = saved_config(step, config)
-        batch = read_state_file(step).get("global_batch")
+        saved, state = saved_config(step, config), read_state_file(step)
     except CheckpointError:  # as of other programs
         return earlier
-    has_seed = saved.training.seed == config.training.seed
-    is_same = same_training(saved, config) and has_seed and batch == global_batch
-    if is_same and not config.checkpoint.finetune:
+    before = saved.training.seed, state.get("global_batch"), state.get("precision")
+    now = config.training.seed, global_batch, config.precision.dtype
+    is_same = same_training(saved, config) and before == now
+    settings = config.checkpoint
+    starts_anew = settings.finetune or settings.no_load_optim or settings.no_load_rng
+    if is_same and not starts_anew:
         return earlier
     return [*earlier, training_recipe(step, saved)]
 

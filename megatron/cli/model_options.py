@@ -145,7 +145,9 @@ def add_checkpoint_options(parser: argparse.ArgumentParser, *, several: bool) ->
 
 
 def checkpoint_folders(config: Config, options: argparse.Namespace) -> list[Path]:
-    """The folders in --checkpoint, or else `load` or `save`. Raises UserError if there is none."""
+    """The folders in --checkpoint, or else `load` or `save`; prints a line if both have
+    checkpoints. Raises UserError if there is none.
+    """
     if options.checkpoint:
         return [Path(folder) for folder in options.checkpoint]
     configured = config.checkpoint.load, config.checkpoint.save
@@ -156,6 +158,12 @@ def checkpoint_folders(config: Config, options: argparse.Namespace) -> list[Path
         )
     for folder in folders:
         if has_checkpoint(folder) or options.iteration is not None:
+            save = folders[-1]
+            if folder.resolve() != save.resolve() and has_checkpoint(save):
+                _print_line(
+                    f"notice: these are the weights of load: {folder}; for those of save: {save}, "
+                    f"pass --checkpoint {save}"
+                )
             return [folder]
     names = " and ".join(map(str, dict.fromkeys(folders)))
     raise UserError(f"no checkpoint in {names} (no file `latest`); train a model first")

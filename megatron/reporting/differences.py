@@ -59,21 +59,21 @@ class PairedLosses:
         seeds = records.keys() & others.keys()
         losses: list[float] = []
         differences: list[np.ndarray[tuple[int], np.dtype[np.float64]]] = []
-        tokens: list[int] | None = None
+        text: tuple[str, list[int]] | None = None
         for seed in seeds:
-            # All must have scored the same tokens, in the same groups.
+            # All, also of different seeds, must have scored the same tokens, in the same groups.
             one, other = records[seed], others[seed]
             groups, other_groups = one["groups"], other["groups"]
-            if one["targets"] != other["targets"] or groups["tokens"] != other_groups["tokens"]:
-                return None
-            if tokens not in (None, groups["tokens"]):
-                return None
-            tokens = groups["tokens"]
+            for record in (one, other):
+                own = record["targets"], record["groups"]["tokens"]
+                if text not in (None, own):
+                    return None
+                text = own
             losses.append(one["loss"] - other["loss"])
             differences.append(np.subtract(groups["losses"], other_groups["losses"]))
-        if tokens is None:
+        if text is None:
             return None
-        counts = np.array(tokens)
+        counts = np.array(text[1])
         sums = np.mean(differences, axis=0) * counts
         mean = statistics.fmean(losses)
         return Difference(mean, standard_error(sums, counts), len(seeds))

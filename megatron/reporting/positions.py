@@ -40,7 +40,8 @@ Curves = Mapping[Method, DataFrame]  # a row per bin, indexed by its center, and
 
 def position_figures(records: Iterable[AnyRecord]) -> list[ReportFigure]:
     """A figure per setting and length: the loss by position minus that of the first method in the
-    order of the tables, on the same text. The variation of the text, which all methods share,
+    order of the tables, on the same text and, unless modes of one method are compared, in the same
+    mode. The variation of the text, which all methods share,
     cancels. Methods without a difference from the first one are left out; if there are only such
     methods, or a single one, the figure shows perplexities.
     """
@@ -56,21 +57,28 @@ def position_figures(records: Iterable[AnyRecord]) -> list[ReportFigure]:
     for (setting, length), by_method in groups.items():
         # Differences from the first method. They are empty without common texts.
         first, *others = load_published("kerple-3").ordered(by_method)
-        name = display_name(first)
-        reference = curve_of(by_method[first])
+        name, one_method = display_name(first), compares_modes(list(by_method))
+        bins_of_curve = len(curve_of(by_method[first]))
         differences: dict[Method, DataFrame] = {}
         unpaired = []
         for method in others:
-            curve = curve_of(by_method[method], by_method[first])
+            reference = first
+            if not one_method:
+                reference = Method(first.pos_emb, method.mode)
+            if method == reference:
+                continue
+            curve = curve_of(by_method[method], by_method.get(reference, {}))
             if curve.shape[1]:
                 differences[method] = _smooth(curve)
             else:
                 unpaired.append(display_name(method))
         if differences:
+            if not one_method:
+                name = display_name(Method(first.pos_emb))
             what = f"Loss (nats per token) minus that of {name}"
             label = f"loss minus that of {name}"
             notes = " The differences are those on the same text; below 0 is better."
-            bins = _bins_per_point(len(reference))
+            bins = _bins_per_point(bins_of_curve)
             if bins > 1:
                 notes += f" Points are means of {bins} adjacent bins."
 
@@ -99,7 +107,7 @@ def position_figures(records: Iterable[AnyRecord]) -> list[ReportFigure]:
         # A panel per mode; a single method has one panel, with a line per mode.
         panels: dict[str, dict[Method, DataFrame]] = {"": curves}
         modes = modes_of(curves)
-        if len(modes) > 1 and not compares_modes(list(curves)):
+        if len(modes) > 1 and not one_method:
             panels = {mode: {} for mode in modes}
             for method, curve in curves.items():
                 panels[method.mode][method] = curve

@@ -122,8 +122,13 @@ def test_seeds_with_different_pasts(tmp_path, data_path):
     trained(tmp_path / "4", data_path, **keys, train_iters=2, seed=4)
     trained(tmp_path / "5", data_path, **keys, train_iters=1, seed=4)
     trained(tmp_path / "5", data_path, **keys, train_iters=2, seed=5)
+    trained(tmp_path / "6", data_path, **keys, train_iters=1, seed=6)
+    trained(tmp_path / "6", data_path, **keys, train_iters=2, seed=6, no_load_optim=True)
+    trained(tmp_path / "7", data_path, **keys, train_iters=1, seed=7, precision="bfloat16")
+    trained(tmp_path / "7", data_path, **keys, train_iters=2, seed=7)
     notes = {}
-    pairs = [("tuned1", "tuned4"), ("tuned1", "tuned2"), ("2", "4"), ("2", "3"), ("2", "5")]
+    pairs = [("tuned1", "tuned4"), ("tuned1", "tuned2"), ("2", "4"), ("2", "3")]
+    pairs += [("2", "5"), ("2", "6"), ("2", "7")]
     for names in pairs:
         places = [str(tmp_path / name / "checkpoints") for name in names]
         report = tmp_path / "-".join(names)
@@ -131,7 +136,7 @@ def test_seeds_with_different_pasts(tmp_path, data_path):
         main(["--checkpoint", *places, *words, "--output", str(report)])
         table = (report / "extrapolation.md").read_text()
         notes[names] = table.count("differ in more than their seed")
-    assert list(notes.values()) == [0, 1, 0, 1, 1]
+    assert list(notes.values()) == [0, 1, 0, 1, 1, 1, 1]
 
 
 def run_rank(folder, words, rendezvous, rank, expected_error):

@@ -70,6 +70,9 @@ def test_a_saved_model_is_loaded_with_its_method(tmp_path):
     family_model("llama").save_pretrained(tmp_path / "other")
     with pytest.raises(ValueError, match=r"positional\.json"):
         load_positional(loaded, tmp_path / "other")
+    model.save_pretrained(tmp_path / "variant", variant="fp32")
+    with pytest.raises(ValueError, match="variant"):
+        load_positional(loaded, tmp_path / "variant")
 
 
 def test_a_model_that_was_saved_twice(tmp_path):

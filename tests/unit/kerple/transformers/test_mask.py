@@ -112,6 +112,25 @@ def test_a_mask_with_a_cache_that_keeps_a_window():
 
 
 @torch.no_grad()
+def test_places_in_a_cache_that_keeps_a_window():
+    """Not known, and FIRE needs them beyond its threshold."""
+    model = family_model("mistral")
+    use_positional(model, "fire", threshold=2.0)
+    for parameter in model.kerple_positional.parameters():
+        parameter.mul_(3)
+    tokens = family_inputs(model)["input_ids"]
+    expected = model(tokens, use_cache=False)[0][:, 9:]
+    for cache in (DynamicCache(), DynamicCache(config=model.config)):
+        model(tokens[:, :9], past_key_values=cache)
+        if cache.layers[0].is_sliding:
+            with pytest.raises(NotImplementedError, match="DynamicCache"):
+                model(tokens[:, 9:], past_key_values=cache)
+        else:
+            found = model(tokens[:, 9:], past_key_values=cache)[0]
+            assert (found - expected).abs().max() / expected.std() < 1e-5
+
+
+@torch.no_grad()
 def test_padding_that_the_model_makes_a_mask_of():
     """Between tokens, it has no distance."""
     sizes = {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2}

@@ -5,6 +5,7 @@ tokenizer are used.
 import argparse
 import json
 import os
+import shutil
 
 import pytest
 import torch
@@ -139,9 +140,16 @@ def test_configuration_files(run, tmp_path):
     assert chosen_step(run, config, options).name == "global_step8"
 
 
-def test_the_folder_with_a_checkpoint(run, tmp_path):
+def test_the_folder_with_a_checkpoint(run, tmp_path, capsys):
     options = argparse.Namespace(checkpoint=[], iteration=None)
     assert checkpoint_folders(configured(load=str(tmp_path), save=str(run)), options) == [run]
+    assert checkpoint_folders(configured(load=str(run), save=f"{run}/."), options) == [run]
+    assert capsys.readouterr().err == ""
+    # Both have one, as after finetune.
+    tuned = tmp_path / "tuned"
+    shutil.copytree(run, tuned)
+    assert checkpoint_folders(configured(load=str(run), save=str(tuned)), options) == [run]
+    assert f"--checkpoint {tuned}" in capsys.readouterr().err
     assert_rejected('--checkpoint DIR.*"load".*"save"', checkpoint_folders, configured(), options)
     assert_rejected(
         "empty and unmade", checkpoint_folders, configured(load="empty", save="unmade"), options

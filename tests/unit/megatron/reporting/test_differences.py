@@ -57,6 +57,11 @@ def test_seeds_are_averaged_first():
     assert difference.seeds == 2
     assert difference.mean == pytest.approx((0.15 + 0.25 / 3) / 2)
     assert difference.stderr == pytest.approx(statistics.stdev((0.0, 0.3, 0.05)) / math.sqrt(3))
+    # Of one text only, even if each seed was measured on its own.
+    others = []
+    for each in records:
+        others.append({**each, "targets": f"text of seed {each['seed']}"})
+    assert PairedLosses(others).difference(key(ALIBI), key(LOG)) is None
 
 
 @pytest.mark.parametrize(

@@ -46,6 +46,24 @@ def test_differences_from_the_first_method():
     assert figure.caption.endswith("Not shown, measured with other texts, bins or seeds: T5.")
 
 
+def test_differences_are_of_one_mode():
+    losses = {
+        "kerple_log": {"full": 1.0, "window@10": 2.0},
+        "alibi": {"full": 1.5, "window@10": 1.8},
+    }
+    records = []
+    for pos_emb, by_mode in losses.items():
+        for mode, loss in by_mode.items():
+            records.append(positions(mode, 1, [3.0, 2.0, loss], pos_emb))
+    figure, panels = drawn(records)
+    last = []
+    for axes in panels:
+        (line,) = [line for line in axes.lines if line.get_label() == "ALiBi"]
+        last.append(line.get_ydata()[-1])
+    np.testing.assert_allclose(last, [0.5, -0.2])
+    assert "minus that of KERPLE (log) by position" in figure.caption
+
+
 def test_a_single_method_has_its_perplexity_or_a_line_per_mode():
     figure, (axes,) = drawn([positions("full", 1, [3.0, 2.0, 1.0])])
     np.testing.assert_allclose(axes.lines[0].get_ydata(), np.exp([3.0, 2.0, 1.0]))
