@@ -84,11 +84,17 @@ def use_positional(
             the model calls them; default: all. "remove" is always for all.
         options: of the method that `method` names.
 
-    Raises ValueError if the model does not use the interface, has what cannot be computed (capped
-    scores, attention sinks, other attention masks), if its positions cannot be removed, or if the
-    method or an option does not exist; NotImplementedError for a method that needs what the
-    interface does not pass. The model then has no method.
+    Raises TypeError for a model of another kind; ValueError if the model does not use the
+    interface, has what cannot be computed (capped scores, attention sinks, other attention masks),
+    if its positions cannot be removed, or if the method or an option does not exist;
+    NotImplementedError for a method that needs what the interface does not pass. The model then has
+    no method.
     """
+    if not isinstance(model, PreTrainedModel):
+        raise TypeError(
+            f"model must be a PreTrainedModel of transformers, not {type(model).__name__}; for one "
+            "that peft has wrapped, pass get_base_model()"
+        )
     if own_positions not in ("keep", "remove"):
         raise ValueError(f'own_positions must be "keep" or "remove", not {own_positions!r}')
     _restore(model)

@@ -114,18 +114,27 @@ def note_inputs(owner: Any, model: Any, args: tuple[Any, ...], kwargs: dict[str,
     if padding is not None and (not isinstance(padding, Tensor) or padding.dim() != 2):
         return
 
-    # A text begins at a token that has no later position than all before. Padding has any position.
+    # Positions [b, s] or [1, s]. Those of models of images have three coordinates, [3, b, s], or
+    # also the positions before them, [4, b, s].
     positions = inputs.get("position_ids")
-    if positions is None or positions.dim() != 2 or positions.shape[1] == 1:
+    if positions is None or positions.dim() not in (2, 3) or positions.shape[-1] == 1:
         return
+    if positions.dim() == 3 and len(positions) == 4:
+        positions = positions[0]
+    rows, length = positions.shape[-2:]
+    is_text = torch.ones(rows, length, dtype=torch.bool, device=positions.device)
     if padding is not None:
-        is_text = padding[:, -positions.shape[1] :].bool()
+        is_text = padding[:, -length:].bool()
+
+    # A text begins at a token that has no later position than all before, or that has the
+    # coordinates 0. Padding has any position.
+    if positions.dim() == 3:
+        begins = (positions[..., 1:].amax(dim=0) == 0) & is_text[:, :-1]
+    else:
         positions = positions.expand(len(is_text), -1)
         latest = positions.masked_fill(~is_text, -1).cummax(dim=1).values
-        begins = is_text[:, 1:] & (positions[:, 1:] <= latest[:, :-1])
-    else:
-        begins = positions[:, 1:] <= positions[:, :-1]
-    INPUTS.packed = bool(begins.any())
+        begins = positions[:, 1:] <= latest[:, :-1]
+    INPUTS.packed = bool((begins & is_text[:, 1:]).any())
 
 
 @torch.compiler.disable

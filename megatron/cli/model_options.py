@@ -15,7 +15,12 @@ from typing import Any
 
 from kerple.positional import RANDOM_OPTIONS, method_class
 from megatron.checkpoint.configuration import checkpoint_config, evaluated_method, model_differences
-from megatron.checkpoint.directory import find_step, has_checkpoint, iteration_of
+from megatron.checkpoint.directory import (
+    find_step,
+    has_checkpoint,
+    iteration_of,
+    saved_iterations,
+)
 from megatron.checkpoint.layers import DTYPES
 from megatron.checkpoint.manifest import find_valid_step
 from megatron.config import Config
@@ -176,13 +181,21 @@ def _find_step(folder: str | Path, iteration: int | None, fallback: bool) -> Pat
 
 
 def chosen_step(folder: Path, config: Config, options: argparse.Namespace) -> Path:
-    """The global_stepN that options and configuration select. Raises UserError if it is missing."""
+    """The global_stepN that options and configuration select; prints a line if the configuration
+    selects an earlier one than the last. Raises UserError if it is missing.
+    """
     iteration, fallback = options.iteration, options.fallback
     # A checkpoint's own configuration has the iteration from which its run started: ignore that.
     if not options.from_checkpoint:
         fallback = fallback or config.checkpoint.fallback
         if iteration is None:
             iteration = config.checkpoint.iteration
+            last = max(saved_iterations(folder), default=0)
+            if iteration is not None and iteration < last:
+                _print_line(
+                    f"notice: the configuration has iteration {iteration}, but {folder} has also "
+                    f"checkpoints up to {last}; for the last one, pass --iteration {last}"
+                )
     return _find_step(folder, iteration, fallback)
 
 

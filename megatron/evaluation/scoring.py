@@ -25,6 +25,7 @@ from megatron.evaluation.text import Text
 from megatron.inference.decoder import Decoder
 from megatron.model import loss
 from megatron.model.gpt import text_length
+from megatron.utils.errors import UserError
 
 LOGIT_POSITIONS = 1024
 
@@ -130,7 +131,13 @@ def token_losses(decoder: Decoder, hidden: Tensor, targets: Tensor) -> Tensor:
     target_parts = targets.flatten().split(LOGIT_POSITIONS)
     hidden_parts = hidden.flatten(0, 1).split(LOGIT_POSITIONS)
     for positions, labels in zip(hidden_parts, target_parts, strict=True):
-        losses.append(loss.token_losses(decoder.logits(positions), labels))
+        logits = decoder.logits(positions)
+        if decoder.vocab_size is None and int(labels.max()) >= logits.shape[-1]:
+            raise UserError(
+                f"the text has token id {int(labels.max())}, but the model has logits for "
+                f"{logits.shape[-1]} ids; use the tokenizer that it was trained with"
+            )
+        losses.append(loss.token_losses(logits, labels))
     return torch.cat(losses).view(targets.shape)
 
 

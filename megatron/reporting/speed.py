@@ -1,6 +1,7 @@
 """Training time per step, KERPLE's Table 4, from the logs of training runs."""
 
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,8 +16,8 @@ from megatron.utils.files import METRICS
 
 @dataclass(frozen=True)
 class StepTime:
-    """The seconds per optimizer step of one training run. pos_emb: as in its records, with options
-    and label. model: (layers, hidden size, sequence length).
+    """The seconds per optimizer step of one training run. corpus: of the training. pos_emb: as in
+    its records, with options and label. model: (layers, hidden size, sequence length).
     """
 
     corpus: str | None
@@ -35,6 +36,8 @@ def step_times(records: Iterable[AnyRecord]) -> list[StepTime]:
     """
     from megatron.checkpoint.configuration import checkpoint_config  # imports the model
     from megatron.checkpoint.directory import find_step, read_state_file
+    from megatron.data.streams import evaluation_corpora
+    from megatron.evaluation.text import corpus_name as name_of_corpora
 
     measured: dict[str, AnyRecord] = {}
     for record in records:
@@ -59,7 +62,12 @@ def step_times(records: Iterable[AnyRecord]) -> list[StepTime]:
         speed = read_log(log, run)
         if speed:
             model = (config.model.num_layers, config.model.hidden_size, config.model.seq_length)
-            corpus, pos_emb = record.get("corpus"), method_of(record).pos_emb
+            pos_emb = method_of(record).pos_emb
+            # Of the training, which the evaluated text need not be.
+            corpus = None
+            with suppress(UserError):
+                prefixes, _ = evaluation_corpora(config, "train")
+                corpus = name_of_corpora(prefixes)
             times.append(StepTime(corpus, pos_emb, config.training.seed, speed[0], model))
     return times
 

@@ -5,6 +5,7 @@ import gc
 import json
 import pickle
 
+import peft
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
@@ -154,6 +155,13 @@ def test_models_that_share_a_configuration():
     del other
     gc.collect()
     use_positional(third, "kerple_log")
+
+
+def test_a_model_that_peft_has_wrapped():
+    model = peft.get_peft_model(family_model("llama"), peft.LoraConfig(target_modules=["q_proj"]))
+    with pytest.raises(TypeError, match="get_base_model"):
+        use_positional(model, "alibi")
+    use_positional(model.get_base_model(), "alibi")
 
 
 def test_parts_with_methods_of_their_own(tmp_path):

@@ -204,6 +204,23 @@ def test_texts_of_a_part_are_not_separated():
 
 
 @torch.no_grad()
+def test_texts_with_coordinates_are_not_separated():
+    """Positions of Qwen2-VL, `[3, b, s]`, of two texts, and of one after padding."""
+    config = AutoConfig.for_model("qwen2_vl_text", **FAMILIES["qwen2"])
+    config.rope_parameters = {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 1e4}
+    model = AutoModel.from_config(config).eval()
+    use_positional(model, "kerple_log")
+    tokens, mask = torch.randint(3, 90, (1, 12)), torch.ones(1, 12, dtype=torch.int64)
+    packed = torch.tensor([[[0, 1, 2, 3, 4, 5] * 2]]).expand(3, -1, -1)
+    for options in ({}, {"attention_mask": mask}):
+        with pytest.raises(ValueError, match="position_ids"):
+            model(tokens, position_ids=packed, **options)
+    mask[:, :6] = 0
+    padded = packed.masked_fill(mask == 0, 1)
+    model(tokens, position_ids=padded, attention_mask=mask)
+
+
+@torch.no_grad()
 def test_texts_around_padding_are_not_separated():
     model = family_model("llama")
     use_positional(model, "kerple_log")

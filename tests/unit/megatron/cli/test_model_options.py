@@ -129,15 +129,17 @@ def test_methods_of_layers(tmp_path):
         )
 
 
-def test_configuration_files(run, tmp_path):
+def test_configuration_files(run, tmp_path, capsys):
     config, options = parse(
         write_yaml(tmp_path / "a.yml", settings_of("rotary", "nowhere", load=str(run), iteration=4))
     )
     assert not options.from_checkpoint
     assert checkpoint_folders(config, options) == [run]
     assert chosen_step(run, config, options).name == "global_step4"
+    assert "--iteration 8" in capsys.readouterr().err
     options.iteration = 8
     assert chosen_step(run, config, options).name == "global_step8"
+    assert capsys.readouterr().err == ""
 
 
 def test_the_folder_with_a_checkpoint(run, tmp_path, capsys):

@@ -431,3 +431,12 @@ def test_released_losses_at_four_training_lengths(method):
     )
     loss = (first[0]["loss"] + second[0]["loss"]) / 2
     assert loss == pytest.approx(float(numbers["loss"]), abs=1e-5)
+
+
+def test_a_callable_with_fewer_logits_than_ids():
+    tokens = torch.tensor([1, 2, 3, 9, 4, 5, 6, 7, 8])
+    expected = "token id 9.*logits for 9 ids"
+    assert_rejected(
+        expected, evaluate_extrapolation, lambda x: torch.zeros(*x.shape, 9), tokens, [4]
+    )
+    evaluate_extrapolation(lambda x: torch.zeros(*x.shape, 10), tokens, [4], progress=False)
