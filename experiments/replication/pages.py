@@ -38,6 +38,7 @@ from experiments.figures import (
     recall_plot,
 )
 from experiments.retrofit.results import (
+    TITLES,
     read_losses,
     retrofit_differences,
     retrofit_plot,
@@ -137,12 +138,16 @@ def figures(root: Path) -> dict[Path, bytes]:
         "cost": partial(cost_plot, costs([*_read(*SWEEPS), *_read_long_context()])),
         "recall": partial(recall_plot, _recall(), RECALL_TRAIN_LENGTH),
         "long-context": _draw_long_context,
-        "retrofit": partial(retrofit_plot, read_losses()),
+        "retrofit": _draw_retrofit,
     }
     pictures = {}
     for name, draw in drawings.items():
         pictures[root / "docs" / "results" / f"{name}.png"] = render(draw, SCREEN)
     return pictures
+
+
+def _draw_retrofit(style: Style) -> Figure:
+    return retrofit_plot({title: read_losses(name) for name, title in TITLES.items()}, style)
 
 
 def _draw_long_context(style: Style) -> Figure:
@@ -177,8 +182,10 @@ def blocks() -> dict[str, str]:
         "comparisons": _markdown(comparison_table(records)),
         "facts": "\n".join(f"- {fact}" for fact in facts),
         "recall": _markdown(recall_table(_recall())),
-        "retrofit": retrofit_table(read_losses()),
-        "retrofit-differences": retrofit_differences(read_losses()),
+        "retrofit": retrofit_table(read_losses("demo")),
+        "retrofit-differences": retrofit_differences(read_losses("demo")),
+        "retrofit-bytes": retrofit_table(read_losses("bytes")),
+        "retrofit-bytes-differences": retrofit_differences(read_losses("bytes")),
         "long-context-losses": _markdown(loss_table(long_context)),
         "long-context-comparisons": _markdown(comparisons),
         "long-context-differences": _markdown(by_length),

@@ -3,10 +3,11 @@
 import json
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator, NullLocator, StrMethodFormatter
 from pandas import DataFrame
 from scipy.stats import t as t_distribution
@@ -17,6 +18,7 @@ from megatron.reporting.style import Style, legend_above, new_figure
 RECORDS = Path(__file__).with_name("records")
 STEPS = 300  # of the comparisons
 SHOWN = (1, 4, 16, 64)  # multiples of the training length in the table
+TITLES = {"demo": "BPE tokens of Python, L = 128", "bytes": "bytes of C, L = 256"}
 FAR = 16  # that of the comparisons
 NAMES = {
     "control": "nothing",
@@ -33,7 +35,7 @@ NAMES = {
 }
 
 
-def read_losses(model: str = "demo") -> DataFrame:
+def read_losses(model: str) -> DataFrame:
     """The columns seed, variant, steps, length and loss of all records of a model."""
     rows = []
     for path in sorted((RECORDS / model).glob("seed*/*.jsonl")):
@@ -102,24 +104,32 @@ def interval(differences: Sequence[float]) -> str:
     return f"[{mean - width:+.3f}, {mean + width:+.3f}]"
 
 
-def retrofit_plot(losses: DataFrame, style: Style) -> Figure:
-    """The loss by length: dashed before and without training, solid after STEPS more steps."""
-    figure, (axes,) = new_figure(style)
-    lines = [("control", 0, "--"), *((variant, 0, "--") for variant in UNTRAINED)]
-    lines += [(variant, STEPS, "-") for variant in TRAINED]
-    for index, (variant, steps, dashes) in enumerate(lines):
-        values = [at(losses, variant, steps, multiple) for multiple in FACTORS]
-        if not values[0]:
-            continue
-        means = [statistics.fmean(each.values()) for each in values]
-        label = NAMES[variant] if steps else f"{NAMES[variant]}, 0 steps"
-        color = f"C{index % 10}"
-        axes.plot(FACTORS, means, dashes, marker="o", markersize=3, color=color, label=label)
-    axes.set_xscale("log", base=2)
-    axes.xaxis.set_major_locator(FixedLocator(FACTORS))
-    axes.xaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
-    axes.xaxis.set_minor_locator(NullLocator())
-    axes.set_xlabel("sequence length / training length L")
-    axes.set_ylabel("loss (nats per token)")
-    legend_above(figure, style, axes.get_legend_handles_labels()[0])
+def retrofit_plot(models: Mapping[str, DataFrame], style: Style) -> Figure:
+    """The loss by length, a panel for each model by its title: dashed before and without training,
+    solid after STEPS more steps.
+    """
+    figure, panels = new_figure(style, len(models))
+    curves = [("control", 0, "--"), *((variant, 0, "--") for variant in UNTRAINED)]
+    curves += [(variant, STEPS, "-") for variant in TRAINED]
+    handles: dict[str, Line2D] = {}
+    for axes, (title, losses) in zip(panels, models.items(), strict=True):
+        for index, (variant, steps, dashes) in enumerate(curves):
+            values = [at(losses, variant, steps, multiple) for multiple in FACTORS]
+            if not values[0]:
+                continue
+            means = [statistics.fmean(each.values()) for each in values]
+            label = NAMES[variant] if steps else f"{NAMES[variant]}, 0 steps"
+            (line,) = axes.plot(FACTORS, means, dashes, marker="o", markersize=3)
+            line.set(color=f"C{index % 10}", label=label)
+            handles[label] = line
+
+        # Lengths as multiples.
+        axes.set_title(title)
+        axes.set_xscale("log", base=2)
+        axes.xaxis.set_major_locator(FixedLocator(FACTORS))
+        axes.xaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+        axes.xaxis.set_minor_locator(NullLocator())
+        axes.set_xlabel("sequence length / training length L")
+        axes.set_ylabel("loss (nats per token)")
+    legend_above(figure, style, list(handles.values()))
     return figure

@@ -47,14 +47,17 @@ def test_differences_are_paired(losses):
 
 
 def test_plot(losses):
-    figure = results.retrofit_plot(losses, SCREEN)
-    (axes,) = figure.axes
-    lines = {line.get_label(): list(line.get_ydata()) for line in axes.get_lines()}
-    assert lines["nothing, 0 steps"] == [2, 3, 4, 5, 6, 7, 8]
-    assert lines["KERPLE (log)"][-1] == pytest.approx(5.015)
+    figure = results.retrofit_plot({"first": losses, "second": losses[losses["seed"] == 1]}, SCREEN)
+    assert [axes.get_title() for axes in figure.axes] == ["first", "second"]
+    last = []
+    for axes in figure.axes:
+        lines = {line.get_label(): list(line.get_ydata()) for line in axes.get_lines()}
+        assert lines["nothing, 0 steps"] == [2, 3, 4, 5, 6, 7, 8]
+        last.append(lines["KERPLE (log)"][-1])
+    assert last == pytest.approx([5.015, 5.01])
 
 
 def test_records_are_read():
-    found = results.read_losses()
+    found = results.read_losses("demo")
     assert {"control", "window"} <= set(found["variant"])
     assert not found["loss"].isna().any()

@@ -435,6 +435,6 @@ def test_released_losses_at_four_training_lengths(method):
 
 def test_a_callable_with_fewer_logits_than_ids():
     tokens = torch.tensor([1, 2, 3, 9, 4, 5, 6, 7, 8])
-    with pytest.raises(UserError, match="token id 9.*logits for 9 ids"):
+    with pytest.raises(UserError, match=r"token id 9.*logits for 9 ids"):
         evaluate_extrapolation(lambda x: torch.zeros(*x.shape, 9), tokens, [4], progress=False)
     evaluate_extrapolation(lambda x: torch.zeros(*x.shape, 10), tokens, [4], progress=False)
