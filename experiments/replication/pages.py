@@ -39,7 +39,7 @@ from experiments.figures import (
 )
 from experiments.retrofit.results import (
     TITLES,
-    read_losses,
+    read_models,
     retrofit_differences,
     retrofit_plot,
     retrofit_table,
@@ -147,7 +147,8 @@ def figures(root: Path) -> dict[Path, bytes]:
 
 
 def _draw_retrofit(style: Style) -> Figure:
-    return retrofit_plot({title: read_losses(name) for name, title in TITLES.items()}, style)
+    models = {TITLES[name]: losses for name, losses in read_models().items()}
+    return retrofit_plot(models, style)
 
 
 def _draw_long_context(style: Style) -> Figure:
@@ -177,15 +178,16 @@ def blocks() -> dict[str, str]:
         effect_of_masks(_read(DOCUMENTS)),
         best_modes(_read(MODES)),
     ]
+    retrofit = {}
+    for name, losses in read_models().items():
+        retrofit[f"retrofit-{name}"] = retrofit_table(losses)
+        retrofit[f"retrofit-{name}-differences"] = retrofit_differences(losses)
     return {
+        **retrofit,
         "answer": _markdown(answer(long_context)),
         "comparisons": _markdown(comparison_table(records)),
         "facts": "\n".join(f"- {fact}" for fact in facts),
         "recall": _markdown(recall_table(_recall())),
-        "retrofit": retrofit_table(read_losses("demo")),
-        "retrofit-differences": retrofit_differences(read_losses("demo")),
-        "retrofit-bytes": retrofit_table(read_losses("bytes")),
-        "retrofit-bytes-differences": retrofit_differences(read_losses("bytes")),
         "long-context-losses": _markdown(loss_table(long_context)),
         "long-context-comparisons": _markdown(comparisons),
         "long-context-differences": _markdown(by_length),

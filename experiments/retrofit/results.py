@@ -35,14 +35,18 @@ NAMES = {
 }
 
 
-def read_losses(model: str) -> DataFrame:
-    """The columns seed, variant, steps, length and loss of all records of a model."""
-    rows = []
-    for path in sorted((RECORDS / model).glob("seed*/*.jsonl")):
-        seed = int(path.parent.name.removeprefix("seed"))
-        for line in path.read_text().splitlines():
-            rows.append({"seed": seed, **json.loads(line)})
-    return DataFrame(rows)
+def read_models() -> dict[str, DataFrame]:
+    """The columns seed, variant, steps, length and loss of all records of each model in TITLES."""
+    models = {}
+    for model in TITLES:
+        rows = []
+        for path in sorted((RECORDS / model).glob("seed*/*.jsonl")):
+            seed = int(path.parent.name.removeprefix("seed"))
+            for line in path.read_text().splitlines():
+                rows.append({"seed": seed, **json.loads(line)})
+        if rows:
+            models[model] = DataFrame(rows)
+    return models
 
 
 def at(losses: DataFrame, variant: str, steps: int, multiple: int) -> dict[int, float]:

@@ -58,6 +58,6 @@ def test_plot(losses):
 
 
 def test_records_are_read():
-    found = results.read_losses("demo")
+    found = results.read_models()["demo"]
     assert {"control", "window"} <= set(found["variant"])
     assert not found["loss"].isna().any()
