@@ -326,7 +326,7 @@ class SweepRun:
         try:
             step = find_step(self.checkpoints)
             saved = saved_config(step, config)
-            precision = read_state_file(step).get("precision")
+            precision = read_state_file(step).get("precision", config.precision.dtype)
         except CheckpointError:
             return True
         is_like_it = same_training(saved, config) and saved.batch == config.batch
