@@ -149,9 +149,14 @@ class Layout:
         """The texts and positions that follow from position_ids `[b, s]`, if they differ from
         `ids` and `positions` `[b, t]`; otherwise None. Raises ValueError if they are not possible.
         """
-        # Every jump starts another text of the row.
+        # Every jump starts another text of the row; after padding, every position that is not
+        # larger than the last one before it.
         is_text = ids[:, places] == 0
-        jumps = (given.diff(dim=1) != 1) & is_text[:, 1:] & is_text[:, :-1]
+        places_of_text = torch.arange(given.shape[1], device=given.device) * is_text
+        last = given.gather(1, places_of_text.cummax(dim=1).values)[:, :-1]  # of text, so far
+        step, after_text = given[:, 1:] - last, is_text[:, :-1]
+        jumps = (after_text & (step != 1)) | (~after_text & (step <= 0))
+        jumps = jumps & is_text[:, 1:] & (is_text.cumsum(dim=1)[:, :-1] > 0)
         if jumps.any():
             if self.cached:
                 raise ValueError(

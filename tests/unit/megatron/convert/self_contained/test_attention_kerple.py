@@ -166,6 +166,17 @@ def test_position_ids(pos_emb):
         packed_logits = theirs(tokens, position_ids=packed, attention_mask=attention_mask).logits
         for part in (slice(0, 20), slice(20, TRAIN_LENGTH - 3)):
             assert (packed_logits[:, part] - theirs(tokens[:, part]).logits).abs().max() < 1e-4
+    # Padding between the texts, with any positions; a text of one token.
+    parts = (slice(0, 9), slice(12, 13), slice(13, TRAIN_LENGTH))
+    mask = torch.ones_like(tokens)
+    mask[:, 9:12] = 0
+    for start in (0, 9):
+        counted = [torch.arange(length) for length in (9, 3, 1, TRAIN_LENGTH - 13)]
+        counted[1] = counted[1] + start
+        options = {"attention_mask": mask, "position_ids": torch.cat(counted)[None]}
+        found = theirs(tokens, **options, use_cache=False).logits
+        for part in parts:
+            assert (found[:, part] - theirs(tokens[:, part]).logits).abs().max() < 1e-4
     with pytest.raises(ValueError, match="cannot be cached"):
         theirs(tokens, position_ids=packed, use_cache=True)
     with pytest.raises(ValueError, match="must be consecutive"):
