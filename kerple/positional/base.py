@@ -221,11 +221,13 @@ class PositionalMethod(nn.Module):
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
         """As in nn.Module. Raises ValueError if FSDP2 would shard the parameters a second time."""
-        # `fully_shard` asks each module for its own parameters, and would fail without a reason.
+        # `fully_shard` asks the modules that it shards for their own parameters, and would fail
+        # without a reason. It also looks at those that are sharded already, elsewhere.
         if not recurse:
-            caller = sys._getframe(1).f_globals.get("__name__", "")
+            caller = sys._getframe(1)
+            is_fsdp = caller.f_globals.get("__name__", "").startswith("torch.distributed.fsdp")
             sharded = "DTensor" in [type(each).__name__ for each in self._parameters.values()]
-            if sharded and caller.startswith("torch.distributed.fsdp"):
+            if sharded and is_fsdp and caller.f_code.co_name == "_get_managed_states":
                 raise ValueError(
                     f"{type(self).__name__}: fully_shard has already sharded this method's "
                     "parameters with another layer. If layers share a method, wrap only the root "

@@ -61,14 +61,14 @@ def test_layers_that_share_a_method_cannot_be_sharded_one_by_one(mesh):
 @pytest.mark.parametrize("mesh", [None], indirect=True)
 @pytest.mark.parametrize("shared", [True, False])
 def test_gradients_of_sharded_methods(mesh, shared):
-    """If the layers share the method, only the root is wrapped."""
+    """If the layers share the method, only the root is wrapped. It has parameters of its own."""
     methods = [KerpleLog(num_heads=2)] * 2 if shared else [KerpleLog(num_heads=2) for _ in range(2)]
-    model = nn.Sequential(*map(Layer, methods))
+    model = nn.Sequential(*map(Layer, methods), nn.Linear(8, 8))
     hidden = torch.randn(1, 5, 8)
     model(hidden).square().sum().backward()
     expected = [parameter.grad.clone() for parameter in model.parameters()]
     model.zero_grad()
-    for layer in () if shared else model:
+    for layer in () if shared else model[:2]:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
     model(hidden).square().sum().backward()
