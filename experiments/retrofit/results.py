@@ -20,6 +20,7 @@ STEPS = 300  # of the comparisons
 SHOWN = (1, 4, 16, 64)  # multiples of the training length in the table
 TITLES = {"demo": "BPE tokens of Python, L = 128", "bytes": "bytes of C, L = 256"}
 FAR = 16  # that of the comparisons
+COLORS = (*(f"C{number}" for number in range(10)), "black", "gold")
 NAMES = {
     "control": "nothing",
     "kerple_log": "KERPLE (log)",
@@ -124,7 +125,7 @@ def retrofit_plot(models: Mapping[str, DataFrame], style: Style) -> Figure:
             means = [statistics.fmean(each.values()) for each in values]
             label = NAMES[variant] if steps else f"{NAMES[variant]}, 0 steps"
             (line,) = axes.plot(FACTORS, means, dashes, marker="o", markersize=3)
-            line.set(color=f"C{index % 10}", label=label)
+            line.set(color=COLORS[index], label=label)
             handles[label] = line
 
         # Lengths as multiples.
