@@ -314,7 +314,8 @@ def check_shapes(query: Tensor, key: Tensor, value: Tensor) -> None:
     q = query.shape
     k = key.shape
     v = value.shape
-    fits = len(q) == len(k) == len(v) == 4 and k[:3] == v[:3] and (q[0], q[3]) == (k[0], k[3])
+    four = len(q) == len(k) == len(v) == 4
+    fits = four and k[:3] == v[:3] and q[0] == k[0] and q[3] == k[3]
     if not fits or not k[1] or q[1] % k[1]:
         raise ValueError(
             f"query {list(q)}, key {list(k)} and value {list(v)} do not fit together: they must be "

@@ -91,10 +91,14 @@ class Documents:
         row, first = begins.nonzero().unbind(1)
         flat = row * ids.shape[1] + first
         length = flat.diff(append=flat.new_tensor([ids.numel()]))
-        ranges = torch.stack((row, first, length), dim=1)[ids[row, first] >= 0]
+        id_of_range = ids[row, first]
+        is_document = id_of_range >= 0
+        ranges = torch.stack((row, first, length), dim=1)
+        ranges = ranges[is_document]  # [n, 3]
 
         # A document that has several ranges has other tokens between them.
-        named = torch.stack((ranges[:, 0], ids[ranges[:, 0], ranges[:, 1]]), dim=1)
+        named = torch.stack((row, id_of_range), dim=1)
+        named = named[is_document]  # [n, 2]
         are_documents = len(named.unique(dim=0)) == len(named)
         if self._from_zero and self.queries is None and are_documents:
             return ranges
@@ -118,7 +122,8 @@ class Documents:
         order = numbers.argsort(stable=True)
         _, counts = numbers[order].unique_consecutive(return_counts=True)
         documents = order.split(counts.tolist())
-        return [tokens for tokens in documents if ids.flatten()[tokens[0]] >= 0]
+        flat_ids = ids.flatten()
+        return [tokens for tokens in documents if flat_ids[tokens[0]] >= 0]
 
     def groups(self, q_len: int) -> list[tuple[Tensor, Tensor, int]]:
         """(queries `[n, c]`, keys `[n, l]`, position of the first key if all positions follow each
@@ -154,19 +159,22 @@ class Documents:
             end = int(found[-1]) + 1
             if end - before != len(found):
                 raise ValueError("Documents: the queries of a document must follow each other")
-            queries = queries[before:end] + keys[0] // length * q_len
+            row = keys[0] // length
+            queries = queries[before:end] + row * q_len
             keys = keys[:end]
             dropped = 0
             if not self._from_zero:
                 dropped = int(positions[keys[before]]) - before
-            by_size.setdefault((len(queries), end, dropped), []).append((queries, keys))
+            size = len(queries), end, dropped
+            by_size.setdefault(size, []).append((queries, keys))
 
         # One group for each kind, on the device.
         groups = []
+        device = self.ids.device
         for (*_, dropped), documents in by_size.items():
             all_queries, all_keys = zip(*documents, strict=True)
-            queries = torch.stack(all_queries).to(self.ids.device)  # [n, c]
-            keys = torch.stack(all_keys).to(self.ids.device)  # [n, l]
+            queries = torch.stack(all_queries).to(device)  # [n, c]
+            keys = torch.stack(all_keys).to(device)  # [n, l]
             groups.append((queries, keys, dropped))
         self._groups[q_len] = groups
         return groups
@@ -182,7 +190,8 @@ def document_positions(document_ids: Tensor) -> Tensor:
     begins[:, 1:] = ids[:, 1:] != ids[:, :-1]
     first = index.masked_fill(~begins, 0).cummax(dim=1).values
     # Back in the order of the row.
-    return torch.empty_like(order).scatter_(1, order, index - first)
+    positions = torch.empty_like(order)
+    return positions.scatter_(1, order, index - first)
 
 
 def ids_of_sequences(cu_seqlens: Tensor) -> Tensor:
@@ -193,4 +202,5 @@ def ids_of_sequences(cu_seqlens: Tensor) -> Tensor:
     """
     # The number of a sequence, as often as it has tokens.
     lengths = cu_seqlens.diff().long()
-    return torch.arange(len(lengths), device=lengths.device).repeat_interleave(lengths)[None]
+    numbers = torch.arange(len(lengths), device=lengths.device)
+    return numbers.repeat_interleave(lengths)[None]

@@ -53,9 +53,11 @@ def _masks_documents(call: AttentionCall, preference: bool | None) -> bool:
     """Whether a mask separates the documents. It costs the scores of masked pairs, but needs one
     call and no values of the ids on the host.
     """
-    if call.modify_scores is not None or call.span.block is not None or preference is False:
+    if call.modify_scores is not None or call.span.block is not None:
         return False
-    return preference is True or call.q_len < call.kv_len or torch.compiler.is_compiling()
+    if preference is not None:
+        return preference
+    return call.q_len < call.kv_len or torch.compiler.is_compiling()
 
 
 def run_blocks(call: AttentionCall, block: int, run: Run) -> Tensor:
@@ -67,7 +69,9 @@ def run_blocks(call: AttentionCall, block: int, run: Run) -> Tensor:
     """
     offset = call.offset
     end = call.kv_len
-    most = max(1, MAX_BATCH_HEADS // max(1, len(call.query) * call.query.shape[1]))
+    batch, heads, _, _ = call.query.shape
+    batch_heads = max(1, batch * heads)
+    most = max(1, MAX_BATCH_HEADS // batch_heads)
     contexts = []
     first = offset
     while first < end:
@@ -82,13 +86,14 @@ def run_blocks(call: AttentionCall, block: int, run: Run) -> Tensor:
         if complete:
             last = first + complete * block
         # Within its keys, a block of queries is an ordinary causal call.
-        part = call.part(slice(first - offset, last - offset), slice(first_key, last))
-        part = replace(part, span=FULL)
+        queries = slice(first - offset, last - offset)
+        keys = slice(first_key, last)
+        part = replace(call.part(queries, keys), span=FULL)
         if complete > 1:
             part = _stacked(part, block)
         context = run(part)
         if complete > 1:
-            context = context.unflatten(0, (len(call.query), complete))  # [b, n, h, B, d]
+            context = context.unflatten(0, (batch, complete))  # [b, n, h, B, d]
             context = context.transpose(1, 2).flatten(2, 3)  # [b, h, n B, d]
         contexts.append(context)
         first = last
@@ -104,17 +109,19 @@ def joined(contexts: list[Tensor]) -> Tensor:
 
 def _stacked(part: AttentionCall, block: int) -> AttentionCall:
     """Several blocks of queries, and the keys of each, in the batch dimension."""
+    # The keys of a block are those of two blocks.
+    width = 2 * block
     sums = part.decay_sums
     key_mask = part.key_mask
     if sums is not None:
-        sums = _stack_blocks(sums[..., None], 2 * block, block)[..., 0]
+        sums = _stack_blocks(sums[..., None], width, block)[..., 0]
     if key_mask is not None:
-        key_mask = key_mask.unfold(1, 2 * block, block).flatten(0, 1)  # [b n, 2 B]
+        key_mask = key_mask.unfold(1, width, block).flatten(0, 1)  # [b n, 2 B]
     return replace(
         part,
         query=_stack_blocks(part.query, block, block),
-        key=_stack_blocks(part.key, 2 * block, block),
-        value=_stack_blocks(part.value, 2 * block, block),
+        key=_stack_blocks(part.key, width, block),
+        value=_stack_blocks(part.value, width, block),
         decay_sums=sums,
         key_mask=key_mask,
     )
@@ -124,7 +131,9 @@ def _stack_blocks(states: Tensor, size: int, step: int) -> Tensor:
     """`[b, h, s, d]` -> `[b n, h, size, d]`: blocks of `size` positions, one starting every `step`
     positions.
     """
-    return states.unfold(2, size, step).permute(0, 2, 1, 4, 3).flatten(0, 1)
+    blocks = states.unfold(2, size, step)  # [b, h, n, d, size]
+    blocks = blocks.permute(0, 2, 1, 4, 3)  # [b, n, h, size, d]
+    return blocks.flatten(0, 1)
 
 
 def run_documents(call: AttentionCall, documents: Documents, run: Run) -> Tensor:
@@ -172,22 +181,28 @@ def run_documents(call: AttentionCall, documents: Documents, run: Run) -> Tensor
             documents=None,
             dropped=dropped,
         )
-        contexts.append(run(part).transpose(1, 2).flatten(0, 1))  # [n c, h, v]
+        context = run(part).transpose(1, 2)  # [n, c, h, v]
+        context = context.flatten(0, 1)  # [n c, h, v]
+        contexts.append(context)
 
     # Back in the order of the rows.
     places = torch.cat([part.flatten() for part in query_places])
     context = call.value.new_zeros(batch * q_len, heads, call.value.shape[3])
     context = context.index_copy(0, places, torch.cat(contexts))
-    return context.view(batch, q_len, heads, -1).transpose(1, 2)
+    context = context.view(batch, q_len, heads, -1)
+    return context.transpose(1, 2)
 
 
 def _in_order(states: Tensor, places: Sequence[Tensor]) -> list[Tensor]:
     """`[b, h, s, d]` -> `[n, h, c, d]` for each `[n, c]` of the places, as parts of one copy."""
     tokens = states.transpose(1, 2).flatten(0, 1)  # [b s, h, d]
-    copy = tokens[torch.cat([place.flatten() for place in places])]
+    order = torch.cat([place.flatten() for place in places])
+    sizes = [place.numel() for place in places]
+    parts = tokens[order].split(sizes)
     ordered = []
-    for part, place in zip(copy.split([place.numel() for place in places]), places, strict=True):
-        ordered.append(part.unflatten(0, place.shape).transpose(1, 2))
+    for part, place in zip(parts, places, strict=True):
+        part = part.unflatten(0, place.shape)  # [n, c, h, d]
+        ordered.append(part.transpose(1, 2))
     return ordered
 
 
@@ -204,15 +219,17 @@ def run_scaled(call: AttentionCall, method: PositionalMethod, run: Run) -> Tenso
     contexts = []
     for first in range(0, call.q_len, method.segment):
         last = min(first + method.segment, call.q_len)
+        position = call.offset + first
+        end = call.offset + last
         # Only keys that one of these queries attends to.
         # With blocks, this is the start of a block, so block boundaries stay in place.
-        first_key = call.span.first_key(call.offset + first)
-        end = call.offset + last
+        first_key = call.span.first_key(position)
         part = call.part(slice(first, last), slice(first_key, end))
-        queries = torch.arange(call.offset + first, end, device="cpu") + call.dropped
+        queries = torch.arange(position, end, device="cpu") + call.dropped
         keys = torch.arange(first_key, end, device="cpu") + call.dropped
         query, key = method.scale_qk(part.query, part.key, queries, keys)
-        contexts.append(run(replace(part, query=query, key=key, method=None)))
+        part = replace(part, query=query, key=key, method=None)
+        contexts.append(run(part))
     return joined(contexts)
 
 
@@ -230,10 +247,15 @@ def _products_in_both_directions(
     direction, the keys on the other side get the scale of the segment's end, since their own would
     overflow; these products are not used.
     """
-    key = key.repeat_interleave(query.shape[1] // key.shape[1], dim=1)  # [b, h, l, d]
-    segments = query.split(method.segment, dim=2), queries.split(method.segment)
+    group = query.shape[1] // key.shape[1]
+    key = key.repeat_interleave(group, dim=1)  # [b, h, l, d]
+    segments = zip(
+        query.split(method.segment, dim=2),
+        queries.split(method.segment),
+        strict=True,
+    )
     products = []
-    for part, positions in zip(*segments, strict=True):
+    for part, positions in segments:
         # The scaled states of each direction.
         query_before, key_before = method.scale_qk(
             part, key, positions, keys.clamp(max=int(positions[-1]))

@@ -34,7 +34,8 @@ class Alibi(Bias):
 
     def bias(self, distance: Tensor) -> Tensor:
         slopes = self._slopes_on(distance.device)  # [h]
-        return -slopes.reshape(-1, *[1] * distance.dim()) * distance.float()
+        slopes = slopes.reshape(-1, *[1] * distance.dim())  # [h, 1, ...]
+        return -slopes * distance.float()
 
 
 @register("kerple_power_original")

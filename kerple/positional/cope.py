@@ -42,7 +42,8 @@ class Cope(ScoreModifier):
         gates = scores.sigmoid().masked_fill(chunk.mask, 0.0)  # [b, h, c, l]
         # Summing backwards from the query keeps the small sums exact; the large ones are clamped
         # anyway.
-        positions = gates.flip(-1).cumsum(-1).flip(-1).clamp(max=self.pos_emb.shape[1] - 1)
+        positions = gates.flip(-1).cumsum(-1).flip(-1)
+        positions = positions.clamp(max=self.pos_emb.shape[1] - 1)
         below = positions.detach().long()
         above = positions.detach().ceil().long()
 

@@ -62,13 +62,18 @@ class Forgetting(PositionalMethod):
         self.gate.bias.zero_()
 
     def decay(self, hidden: Tensor) -> Tensor:
-        logits = self.gate(hidden)
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        return F.logsigmoid(self.sign * logits).transpose(1, 2)
+        logits = self.gate(hidden)  # [b, s, h]
+        # In at least float32.
+        dtype = torch.promote_types(logits.dtype, torch.float32)
+        logits = logits.to(dtype)
+        decay = F.logsigmoid(self.sign * logits)
+        return decay.transpose(1, 2)  # [b, h, s]
 
     def statistics(self) -> dict[str, Tensor]:
         """The gates of hidden states of zeros."""
-        return {"gate": (self.sign * self.gate.bias.detach().float()).sigmoid()}
+        bias = self.gate.bias.detach().float()
+        logits = self.sign * bias
+        return {"gate": logits.sigmoid()}
 
 
 @register("cable")
@@ -95,7 +100,8 @@ def decay_sums(decay: Tensor, previous: Tensor | None = None) -> Tensor:
         decay: `[b, h, t]`, of consecutive tokens.
         previous: `[b, h, 1]`, the prefix sum of the token before these; None if they are the first.
     """
-    sums = decay.to(sums_dtype(decay.device)).cumsum(dim=-1)
+    dtype = sums_dtype(decay.device)
+    sums = decay.to(dtype).cumsum(dim=-1)
     if previous is None:
         return sums
     return previous + sums
@@ -125,30 +131,38 @@ def append_decay(
     group = query.shape[1] // key.shape[1]
     parts = PARTS[key.dtype]
     sums = sums / (scale * FACTOR)
-    by_kv_head = sums.unflatten(1, (-1, group)).transpose(2, 3)  # [b, g, t, group]
-    key_columns = _split(-by_kv_head, key.dtype, parts).flatten(-2)  # [b, g, t, group parts]
+    by_kv_head = sums.unflatten(1, (-1, group))  # [b, g, group, t]
+    by_kv_head = by_kv_head.transpose(2, 3)  # [b, g, t, group]
+    key_columns = _split(-by_kv_head, key.dtype, parts)
+    key_columns = key_columns.flatten(-2)  # [b, g, t, group parts]
     # The softmax cancels the number of the query, so its gradient is zero.
-    query_columns = _split(sums[..., -query.shape[2] :].detach(), query.dtype, parts)
+    query_sums = sums[..., -query.shape[2] :].detach()
+    query_columns = _split(query_sums, query.dtype, parts)  # [b, h, s, parts]
 
     # The constants that meet them. Of the heads that share a key, each meets its own columns.
     own = torch.eye(group, dtype=query.dtype, device=query.device)
-    own = own.repeat_interleave(parts, dim=1) * FACTOR
-    own = own.repeat(key.shape[1], 1)[None, :, None].expand(*query.shape[:3], -1)
-    constant = key.new_full((1,), FACTOR).expand(*key.shape[:3], parts)
-    return (
-        torch.cat((query, own, query_columns), dim=-1),
-        torch.cat((key, key_columns, constant), dim=-1),
-        F.pad(value, (0, extra_dimensions(key.dtype, group))),
-    )
+    own = own.repeat_interleave(parts, dim=1) * FACTOR  # [group, group parts]
+    own = own.repeat(key.shape[1], 1)[None, :, None]  # [1, h, 1, group parts]
+    own = own.expand(*query.shape[:3], -1)
+    constant = key.new_full((1,), FACTOR)
+    constant = constant.expand(*key.shape[:3], parts)  # [b, g, t, parts]
+
+    added = extra_dimensions(key.dtype, group)
+    query = torch.cat((query, own, query_columns), dim=-1)
+    key = torch.cat((key, key_columns, constant), dim=-1)
+    value = F.pad(value, (0, added))
+    return query, key, value
 
 
 def appended_sums(key: Tensor, group: int, scale: float) -> Tensor:
     """The prefix sums `[b, h, t]` that keys `[b, g, t, d + extra]` from `append_decay` contain."""
     parts = PARTS[key.dtype]
-    columns = key[..., -parts * (group + 1) : -parts].to(sums_dtype(key.device))
-    by_kv_head = columns.unflatten(-1, (group, parts)).sum(dim=-1)  # [b, g, t, group]
-    sums: Tensor = by_kv_head.transpose(2, 3).flatten(1, 2) * (-scale * FACTOR)
-    return sums
+    first = -parts * (group + 1)
+    columns = key[..., first:-parts].to(sums_dtype(key.device))  # [b, g, t, group parts]
+    columns = columns.unflatten(-1, (group, parts))
+    by_kv_head = columns.sum(dim=-1)  # [b, g, t, group]
+    sums: Tensor = by_kv_head.transpose(2, 3).flatten(1, 2)  # [b, h, t]
+    return sums * (-scale * FACTOR)
 
 
 def _split(numbers: Tensor, dtype: torch.dtype, parts: int) -> Tensor:
@@ -156,6 +170,7 @@ def _split(numbers: Tensor, dtype: torch.dtype, parts: int) -> Tensor:
     # Each part is the rounded rest of the parts before it.
     split = []
     for _ in range(parts):
-        split.append(numbers.to(dtype))
-        numbers = numbers.detach() - split[-1].detach()
+        part = numbers.to(dtype)
+        split.append(part)
+        numbers = numbers.detach() - part.detach()
     return torch.stack(split, dim=-1)

@@ -35,14 +35,17 @@ def cast_together(tensors: Sequence[Tensor], dtype: torch.dtype) -> Sequence[Ten
     if all(tensor.dtype == dtype for tensor in tensors):
         return tensors
     # One tensor of all of them is cast, and split.
-    flat = torch.cat([tensor.flatten() for tensor in tensors]).to(dtype)
-    parts = flat.split([tensor.numel() for tensor in tensors])
+    flat = torch.cat([tensor.flatten() for tensor in tensors])
+    sizes = [tensor.numel() for tensor in tensors]
+    flat = flat.to(dtype)
+    parts = flat.split(sizes)
     return [part.view_as(tensor) for part, tensor in zip(parts, tensors, strict=True)]
 
 
 def default_frequencies(size: int, base: float) -> tuple[float, ...]:
     """base^(-2i/size) for i = 0 ... size/2 - 1."""
-    return tuple(float(base) ** (-2.0 * i / size) for i in range((size + 1) // 2))
+    count = (size + 1) // 2
+    return tuple(float(base) ** (-2.0 * i / size) for i in range(count))
 
 
 def ntk_base(base: float, factor: float, size: int) -> float:
@@ -117,7 +120,8 @@ class LatestResults:
         # cached.
         with torch.inference_mode(False):
             result = compute(device, *positions)
-            entry = tuple(part.clone() for part in positions), device, result
+            copies = tuple(part.clone() for part in positions)
+        entry = copies, device, result
         self.entries = [entry, *self.entries[: self.SIZE - 1]]
         return result
 
@@ -156,13 +160,21 @@ class Angles:
         of the base: that of index i by factor^(2i / (n - 2)).
         """
         # The latest result is kept, because all layers use the same angles.
-        if self._stretched is not None and self._stretched[0] == factor:
-            return self._stretched[1]
+        if self._stretched is not None:
+            latest, stretched = self._stretched
+            if latest == factor:
+                return stretched
         frequencies = []
         for i, frequency in enumerate(self.frequencies):
-            frequencies.append(frequency * factor ** (-2 * i / (self.size - 2)))
-        base = ntk_base(self.base, factor, self.size)
-        stretched = Angles(self.size, base, self.dtype, frequencies, self.scale)
+            exponent = -2 * i / (self.size - 2)
+            frequencies.append(frequency * factor**exponent)
+        stretched = Angles(
+            self.size,
+            base=ntk_base(self.base, factor, self.size),
+            dtype=self.dtype,
+            frequencies=frequencies,
+            scale=self.scale,
+        )
         self._stretched = factor, stretched
         return stretched
 
@@ -204,14 +216,17 @@ def by_distance(
     farthest = int(query_positions[-1] - key_positions[0])  # may be beyond the table
     nearest = farthest - (len(query_positions) + len(key_positions) - 2)
     last = table.shape[-1] - 1
-    values = table[..., max(0, nearest) : min(farthest, last) + 1].flip(-1)
+    first = max(0, nearest)
+    end = min(farthest, last) + 1
+    values = table[..., first:end].flip(-1)
     following = max(0, -nearest)
     # Then the keys after the query, at the distances 1, 2 and so on.
     if after is not None:
         values = torch.cat((values, after[..., 1 : following + 1]), dim=-1)
         following = max(0, following - last)
     # Zeros on both sides complete the c + l - 1 diagonals.
-    return F.pad(values, (max(0, farthest - max(last, nearest - 1)), following))
+    beyond = max(0, farthest - max(last, nearest - 1))
+    return F.pad(values, (beyond, following))
 
 
 def by_pair(
@@ -233,7 +248,8 @@ def by_pair(
 
     # Row 0 of the views begins at the farthest pair, which belongs to the last query.
     diagonals = by_distance(table, query_positions, key_positions, after)
-    return diagonals.unfold(-1, len(key_positions), 1).flip(-2)
+    rows = diagonals.unfold(-1, len(key_positions), 1)  # [..., c, l], the last query first
+    return rows.flip(-2)
 
 
 def consecutive(positions: Tensor) -> bool:

@@ -125,14 +125,13 @@ class _HalfSplit(torch.autograd.Function):
         # Computed in float32 at least, and rounded once.
         half = cosine.shape[-1]
         exact = states.to(torch.promote_types(states.dtype, torch.float32))
-        rotated = torch.empty(states.shape, dtype=exact.dtype, device=states.device)
         first = exact[..., :half]
         second = exact[..., half : 2 * half]
-        # On a CPU, writing into the result takes a third of the time of adding two products.
-        torch.mul(first, cosine, out=rotated[..., :half]).addcmul_(second, sine, value=-1)
-        torch.mul(second, cosine, out=rotated[..., half : 2 * half]).addcmul_(first, sine)
-        # Dimensions that are not rotated (`fraction`).
-        rotated[..., 2 * half :] = exact[..., 2 * half :]
+        # In place in a copy, which is faster on a CPU than adding two products. Dimensions that are
+        # not rotated (`fraction`) are copied.
+        rotated = exact.clone(memory_format=torch.contiguous_format)
+        rotated[..., :half].mul_(cosine).addcmul_(second, sine, value=-1)
+        rotated[..., half : 2 * half].mul_(cosine).addcmul_(first, sine)
         return rotated.to(states.dtype)
 
     @staticmethod

@@ -43,7 +43,9 @@ class Sandwich(Bias):
         # cos x - 1 = -2 sin(x/2)^2, which is accurate for small x.
         sums = []
         for chunk in distance.flatten().double().split(CHUNK):
-            sums.append(-2 * ((chunk[:, None] * frequencies) / 2).sin().square().sum(dim=1))
+            angles = chunk[:, None] * frequencies  # [n, D/2]
+            squares = (angles / 2).sin().square()
+            sums.append(-2 * squares.sum(dim=1))
         heads = torch.arange(1, self.num_heads + 1, dtype=torch.float64, device=distance.device)
         # The compression ratio of each head, [h, 1, ...].
         ratio = (8 * heads / self.num_heads).reshape(-1, *[1] * distance.dim())

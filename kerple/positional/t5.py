@@ -78,7 +78,8 @@ class T5(Bias):
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
         """Xavier normal."""
-        draw(self.weight, "normal", 0.0, math.sqrt(2.0 / sum(self.weight.shape)), generator)
+        deviation = math.sqrt(2.0 / sum(self.weight.shape))
+        draw(self.weight, "normal", 0.0, deviation, generator)
 
     def buckets(self, distance: Tensor) -> Tensor:
         """The bucket of each distance, int64 of the same shape."""

@@ -54,7 +54,8 @@ class TransformerXL(ScoreModifier):
                 f"transformer_xl's sines and cosines need an even hidden size; got {hidden_size}"
             )
         check_num_heads(num_heads)
-        self.num_heads, self.init_std = num_heads, init_std
+        self.num_heads = num_heads
+        self.init_std = init_std
         self.scale: float = head_size**-0.5
         self.angles = Angles(hidden_size, base)
         self.content_bias = nn.Parameter(torch.empty(num_heads, 1, head_size))
@@ -77,7 +78,8 @@ class TransformerXL(ScoreModifier):
         """W r_δ per head, `[h, d, n]`."""
         cosine, sine = self.angles(distance, distance.device)  # [n, e/2]
         dtype = torch.promote_types(self.content_bias.dtype, torch.float32)
-        vectors: Tensor = self.relative(torch.cat((sine, cosine), dim=-1).to(dtype))  # [n, h d]
+        embedding = torch.cat((sine, cosine), dim=-1)  # [n, e]
+        vectors: Tensor = self.relative(embedding.to(dtype))  # [n, h d]
         return vectors.view(len(distance), self.num_heads, -1).permute(1, 2, 0)
 
     def modify_scores(self, chunk: Chunk) -> Tensor:
@@ -99,7 +101,8 @@ class TransformerXL(ScoreModifier):
 
         # Random positions (`wrappers.py`): the products with the vectors of all distances.
         distance = (queries[:, None] - keys).clamp(min=0)
-        products = query @ table[..., : int(distance.max()) + 1].to(scores.dtype)  # [b, h, c, n]
+        end = int(distance.max()) + 1
+        products = query @ table[..., :end].to(scores.dtype)  # [b, h, c, n]
         index = distance.to(scores.device).expand_as(scores)
         return scores + self.scale * products.gather(-1, index)
 
@@ -114,5 +117,8 @@ def _relative_shift(products: Tensor, keys: int) -> Tensor:
     rows, columns = products.shape[-2:]
     if rows == 1:
         return products
-    flat = products.flatten(-2)[..., rows - 1 : rows - 1 + rows * (columns - 1)]
-    return flat.view(*flat.shape[:-1], rows, columns - 1)[..., :keys]
+    first = rows - 1
+    end = first + rows * (columns - 1)
+    flat = products.flatten(-2)[..., first:end]
+    shifted = flat.view(*flat.shape[:-1], rows, columns - 1)
+    return shifted[..., :keys]

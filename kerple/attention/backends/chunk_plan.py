@@ -88,7 +88,17 @@ class ChunkPlan:
                 divides = heads % size == 0 and (size % shared == 0 or shared % size == 0)
                 if divides and size * head_bytes <= budget:
                     group_size = size
-        return cls(batch, heads, call.kv_heads, s, t, max_kv_len, rows, merges_samples, group_size)
+        return cls(
+            batch=batch,
+            heads=heads,
+            kv_heads=call.kv_heads,
+            q_len=s,
+            kv_len=t,
+            max_kv_len=max_kv_len,
+            rows=rows,
+            merges_samples=merges_samples,
+            group_size=group_size,
+        )
 
     def split(self, states: Tensor) -> list[Tensor]:
         """`[b, h, s, d]` -> `[n, s, d]` per group; views, unless merging samples needs a copy."""
@@ -168,13 +178,12 @@ class ToeplitzTable:
     def _table(self) -> Tensor:
         return self.entries[:, self.margin : self.margin + self.max_kv_len]
 
-    def load(self, table: Tensor | None) -> "ToeplitzTable":
+    def load(self, table: Tensor | None) -> None:
         """Copy a table `[h, >= max_kv_len]`, or zeros for None."""
         if table is None:
             self._table.zero_()
         else:
             self._table.copy_(table[:, : self.max_kv_len].flip(1))
-        return self
 
     def to_table(self, length: int) -> Tensor:
         """`[h, length]` over distance, zero from max_kv_len on."""

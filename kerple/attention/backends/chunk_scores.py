@@ -35,32 +35,43 @@ class ChunkScores:
         bias = call.tables.bias
         weight = call.tables.weight
         # On a CPU, float32 numbers that are almost zero are treated as zero; see MIN_SCORE.
-        avoids_denormals = like.device.type == "cpu" and like.dtype == torch.float32
+        on_cpu = like.device.type == "cpu"
+        avoids_denormals = on_cpu and like.dtype == torch.float32
         if weight is not None and avoids_denormals:
             size = weight.abs()
-            weight = weight.masked_fill(size < MIN_WEIGHT * size.amax(dim=1, keepdim=True), 0.0)
+            largest = size.amax(dim=1, keepdim=True)  # [h, 1]
+            is_tiny = size < MIN_WEIGHT * largest
+            weight = weight.masked_fill(is_tiny, 0.0)
         # Heads whose biases alone cause such probabilities.
         self.steep_heads: list[bool] = []
         if bias is not None and avoids_denormals:
             visible = bias[:, : plan.max_kv_len]
-            self.steep_heads = (visible.amin(dim=1) - visible.amax(dim=1) < MIN_SCORE).tolist()
+            lowest = visible.amin(dim=1)  # [h]
+            is_steep = lowest - visible.amax(dim=1) < MIN_SCORE
+            self.steep_heads = is_steep.tolist()
         # A query sees at least itself, at distance 0. Elsewhere than on a CPU, asking would wait
         # for the device.
         self.may_be_empty = bias is not None
-        if bias is not None and like.device.type == "cpu":
-            self.may_be_empty = bool((bias[:, 0] == float("-inf")).any())
+        if bias is not None and on_cpu:
+            hides_itself = bias[:, 0] == float("-inf")
+            self.may_be_empty = bool(hides_itself.any())
+        # The tables in the layout of the chunks.
         heads_of_bias = plan.heads
         if bias is None:
             heads_of_bias = 1
-        self.bias = ToeplitzTable(plan, heads_of_bias, float("-inf"), like).load(bias)
+        self.bias = ToeplitzTable(plan, heads_of_bias, float("-inf"), like)
+        self.bias.load(bias)
         self.weight: ToeplitzTable | None = None
         if weight is not None:
-            self.weight = ToeplitzTable(plan, plan.heads, 0.0, like).load(weight)
+            self.weight = ToeplitzTable(plan, plan.heads, 0.0, like)
+            self.weight.load(weight)
         # Without a bias the table is only a mask. Without a window, it masks only pairs of a
         # chunk's last `rows` keys.
         self.only_causal = bias is None and plan.max_kv_len == plan.kv_len
         reverse = torch.arange(plan.rows - 1, -1, -1, device=like.device)
-        self.reverse_order = {chunk.rows: reverse[-chunk.rows :] for chunk in plan.chunks}
+        self.reverse_order: dict[int, Tensor] = {}
+        for chunk in plan.chunks:
+            self.reverse_order[chunk.rows] = reverse[-chunk.rows :]
 
     def reversed_rows(self, states: Tensor, chunk: Chunk) -> Tensor:
         """A chunk's rows of `[n, s, d]`, last query first: `[n, c, d]`."""
@@ -70,14 +81,15 @@ class ChunkScores:
     def write_reversed(self, states: Tensor, chunk: Chunk, rows: Tensor) -> None:
         """Write a chunk's rows, last query first, to `[n, s, d]`."""
         rows = rows.index_select(1, self.reverse_order[chunk.rows])
-        states.narrow(1, chunk.first_query, chunk.rows).copy_(rows)
+        target = states.narrow(1, chunk.first_query, chunk.rows)
+        target.copy_(rows)
 
     def products(self, query: Tensor, key: Tensor, out: Tensor) -> Tensor:
         """scale * q.k of `[n, c, d]` and `[m, l, d]`, in `out` `[n, c, l]`."""
-        rows = by_kv_head(out, key)
-        torch.baddbmm(
-            rows, by_kv_head(query, key), key.transpose(1, 2), beta=0, alpha=self.scale, out=rows
-        )
+        rows = by_kv_head(out, key)  # [m, n/m c, l]
+        query_rows = by_kv_head(query, key)  # [m, n/m c, d]
+        columns = key.transpose(1, 2)  # [m, d, l]
+        torch.baddbmm(rows, query_rows, columns, beta=0, alpha=self.scale, out=rows)
         return out
 
     def probabilities(self, first_head: int, products: Tensor, out: Tensor) -> Tensor:
@@ -91,11 +103,17 @@ class ChunkScores:
         scores.add_(bias)
         # A row that is -inf everywhere gets probabilities of 0 instead of NaN.
         if self.may_be_empty:
-            is_empty = out.amax(dim=-1, keepdim=True) == float("-inf")
-            torch.softmax(out.masked_fill_(is_empty, 0.0), dim=-1, out=out)
+            highest = out.amax(dim=-1, keepdim=True)  # [n, c, 1]
+            is_empty = highest == float("-inf")
+            out.masked_fill_(is_empty, 0.0)
+            torch.softmax(out, dim=-1, out=out)
             return out.masked_fill_(is_empty, 0.0)
-        if any(self.steep_heads[first_head : first_head + self.bias.group_heads]):
-            torch.threshold_(out.sub_(out.amax(dim=-1, keepdim=True)), MIN_SCORE, float("-inf"))
+        # Masks the scores of steep heads that are far below the maximum of their row.
+        end = first_head + self.bias.group_heads
+        if any(self.steep_heads[first_head:end]):
+            highest = out.amax(dim=-1, keepdim=True)  # [n, c, 1]
+            out.sub_(highest)
+            torch.threshold_(out, MIN_SCORE, float("-inf"))
         return torch.softmax(out, dim=-1, out=out)
 
     def multiply_weight(self, first_head: int, scores: Tensor, out: Tensor) -> None:

@@ -55,7 +55,8 @@ def _attend_in_chunks(call: AttentionCall) -> Tensor:
     # The queries of a chunk, whose scores are all in memory.
     rows = modify_rows(call.query, call.kv_len)
     if call.query.device.type != "cpu":
-        rows = -(-call.q_len // -(-call.q_len // rows))  # chunks of equal size
+        number = -(-call.q_len // rows)
+        rows = -(-call.q_len // number)  # chunks of equal size
     # With dropout, the state of the random number generators is restored, so both passes drop the
     # same probabilities.
     recompute = partial(checkpoint, use_reentrant=False, preserve_rng_state=call.dropout_p > 0)
@@ -86,10 +87,13 @@ def _attend_to_single_query(call: AttentionCall) -> Tensor:
     bias = call.tables.bias
     weight = call.tables.weight
     if bias is not None:
-        bias = bias[:, :max_kv_len].flip(-1).unflatten(0, group)
+        bias = bias[:, :max_kv_len].flip(-1)
+        bias = bias.unflatten(0, group)  # [g, h/g, t]
     if weight is not None:
-        weight = weight[:, :max_kv_len].flip(-1).unflatten(0, group)
-    if weight is None and query.device.type == "cpu" and (query.dtype != dtype or bias is None):
+        weight = weight[:, :max_kv_len].flip(-1)
+        weight = weight.unflatten(0, group)  # [g, h/g, t]
+    on_cpu = query.device.type == "cpu"
+    if weight is None and on_cpu and (query.dtype != dtype or bias is None):
         # PyTorch's CPU kernel reads a half-precision cache without converting it, and takes a
         # float32 mask with it.
         if bias is not None:
@@ -100,15 +104,17 @@ def _attend_to_single_query(call: AttentionCall) -> Tensor:
         return context.reshape(call.context_shape)
 
     # Elsewhere, the row of scores `[b, g, h/g, t]`.
-    scores = query.to(dtype) @ key.to(dtype).transpose(-1, -2) * call.scale
+    scores = query.to(dtype) @ key.to(dtype).transpose(-1, -2)
+    scores = scores * call.scale
     if weight is not None:
         scores = scores * weight
     if bias is None:
         probabilities = scores.softmax(dim=-1)
     else:
         probabilities = softmax_or_zero(scores + bias)
-    context = probabilities @ value.to(dtype)
-    return context.to(query.dtype).reshape(call.context_shape)
+    context = probabilities @ value.to(dtype)  # [b, g, h/g, v]
+    context = context.to(query.dtype)
+    return context.reshape(call.context_shape)
 
 
 class _SeededDropout:
@@ -138,7 +144,8 @@ class _Workspace:
         self.memory = like.new_empty(size)
 
     def __call__(self, *shape: int) -> Tensor:
-        return self.memory[: math.prod(shape)].view(shape)
+        size = math.prod(shape)
+        return self.memory[:size].view(shape)
 
 
 def _chunked_call(
@@ -166,36 +173,42 @@ def _chunked_call(
 def _chunked_forward(call: AttentionCall, seed: int) -> Tensor:
     """The context `[b, h, s, v]`."""
     plan = ChunkPlan.for_call(call)
-    query = call.query
-    key = call.key
-    value = call.value
+    dtype = call.compute_dtype
     dropout = _SeededDropout.of(call, seed)
-    like = query.new_empty(0, dtype=call.compute_dtype)
+    like = call.query.new_empty(0, dtype=dtype)
     # What all chunks use: the result, the tables, and memory for one matrix.
-    context = plan.empty_context(like, value.shape[3])
+    context = plan.empty_context(like, call.value.shape[3])
     scores = ChunkScores(plan, call, like)
-    workspace = _Workspace(plan.group_size * plan.rows * plan.max_chunk_keys, like)
+    matrix_size = plan.group_size * plan.rows * plan.max_chunk_keys
+    workspace = _Workspace(matrix_size, like)
 
     # Rows in groups of heads that share a key and value.
-    groups = [plan.split(states.to(like.dtype)) for states in (query, context)]
-    kv_groups = [plan.split_kv(states.to(like.dtype)) for states in (key, value)]
+    groups = zip(
+        plan.first_heads(),
+        plan.split(call.query.to(dtype)),
+        plan.split_kv(call.key.to(dtype)),
+        plan.split_kv(call.value.to(dtype)),
+        plan.split(context),
+        strict=True,
+    )
 
     # One matrix of scores at a time.
-    for head, queries, contexts, keys, values in zip(
-        plan.first_heads(), *groups, *kv_groups, strict=True
-    ):
+    for head, queries, keys, values, contexts in groups:
         for chunk in plan.chunks:
             matrix = workspace(len(queries), chunk.rows, chunk.keys)  # [n, c, l]
+            chunk_query = scores.reversed_rows(queries, chunk)  # [n, c, d]
             chunk_key = keys.narrow(1, chunk.first_key, chunk.keys)  # [m, l, d]
             chunk_value = values.narrow(1, chunk.first_key, chunk.keys)  # [m, l, v]
             # Its scores become probabilities in place.
-            scores.products(scores.reversed_rows(queries, chunk), chunk_key, out=matrix)
+            scores.products(chunk_query, chunk_key, out=matrix)
             scores.probabilities(head, matrix, out=matrix)
             if dropout is not None:
                 matrix.mul_(dropout.factors(matrix))
-            rows = torch.bmm(by_kv_head(matrix, chunk_value), chunk_value)  # [m, n/m c, v]
-            scores.write_reversed(contexts, chunk, rows.view(len(queries), chunk.rows, -1))
-    return context.to(query.dtype)
+            probabilities = by_kv_head(matrix, chunk_value)  # [m, n/m c, l]
+            rows = torch.bmm(probabilities, chunk_value)  # [m, n/m c, v]
+            rows = rows.view(len(queries), chunk.rows, -1)  # [n, c, v]
+            scores.write_reversed(contexts, chunk, rows)
+    return context.to(call.query.dtype)
 
 
 def _chunked_backward(
@@ -204,22 +217,24 @@ def _chunked_backward(
     grad_context: Tensor,
     needs_grad_bias: bool,
     needs_grad_weight: bool,
-) -> tuple[Tensor | None, ...]:
-    """The gradients of query, key, value, bias table and weight table."""
+) -> list[Tensor]:
+    """The gradients of query, key and value, and of the tables that need one."""
     plan = ChunkPlan.for_call(call)
     dtype = call.compute_dtype
     head_size = call.query.shape[3]
     like = call.query.new_empty(0, dtype=dtype)
     dropout = _SeededDropout.of(call, seed)
     scores = ChunkScores(plan, call, like)
-    grads = [like.new_empty(states.shape) for states in (call.query, call.key, call.value)]
+    grad_query = like.new_empty(call.query.shape)
+    grad_key = like.new_empty(call.key.shape)
+    grad_value = like.new_empty(call.value.shape)
 
     # The first chunk of a group writes the gradients of all keys, unless a window excludes some of
     # them.
     first_chunk_writes = plan.max_chunk_keys == plan.kv_len
     if not first_chunk_writes:
-        for grad in grads[1:]:
-            grad.zero_()
+        grad_key.zero_()
+        grad_value.zero_()
 
     # Memory that all chunks use.
     grad_bias = grad_weight = None
@@ -228,26 +243,42 @@ def _chunked_backward(
     if needs_grad_weight:
         grad_weight = ToeplitzTable(plan, plan.heads, 0.0, like)
     keys_size = plan.group_size * plan.max_chunk_keys
-    products_workspace = weighted_workspace = _Workspace(keys_size * plan.rows, like)
-    grad_workspace = _Workspace(keys_size * plan.rows, like)
+    matrix_size = keys_size * plan.rows
+    products_workspace = weighted_workspace = _Workspace(matrix_size, like)
+    grad_workspace = _Workspace(matrix_size, like)
     if scores.weight is not None:
-        weighted_workspace = _Workspace(keys_size * plan.rows, like)
-    states_workspace = _Workspace(keys_size * max(head_size, call.value.shape[3]), like)
-    groups = [plan.split(states.to(dtype)) for states in (call.query, grad_context, grads[0])]
-    kv_groups = [plan.split_kv(states.to(dtype)) for states in (call.key, call.value, *grads[1:])]
+        weighted_workspace = _Workspace(matrix_size, like)
+    largest_head = max(head_size, call.value.shape[3])
+    states_workspace = _Workspace(keys_size * largest_head, like)
 
-    for head, *group in zip(plan.first_heads(), *groups, *kv_groups, strict=True):
-        queries, grad_contexts, grad_queries, keys, values, grad_keys, grad_values = group
+    # Rows in groups of heads that share a key and value.
+    groups = zip(
+        plan.first_heads(),
+        plan.split(call.query.to(dtype)),
+        plan.split(grad_context.to(dtype)),
+        plan.split(grad_query),
+        plan.split_kv(call.key.to(dtype)),
+        plan.split_kv(call.value.to(dtype)),
+        plan.split_kv(grad_key),
+        plan.split_kv(grad_value),
+        strict=True,
+    )
+    for head, queries, grad_contexts, grad_queries, *kv_group in groups:
+        keys, values, grad_keys, grad_values = kv_group
         for index, chunk in enumerate(plan.chunks):
-            # Recompute the probabilities.
-            shape = (len(queries), chunk.rows, chunk.keys)
+            # Its queries `[n, c, d]`, and its keys and values `[m, l, d]`.
             chunk_query = scores.reversed_rows(queries, chunk)
             chunk_grad_context = scores.reversed_rows(grad_contexts, chunk)
-            key_states = [keys, values, grad_keys, grad_values]
-            key_states = [states.narrow(1, chunk.first_key, chunk.keys) for states in key_states]
-            chunk_key, chunk_value, chunk_grad_key, chunk_grad_value = key_states
-            products = scores.products(chunk_query, chunk_key, out=products_workspace(*shape))
-            probabilities = scores.probabilities(head, products, out=weighted_workspace(*shape))
+            chunk_key = keys.narrow(1, chunk.first_key, chunk.keys)
+            chunk_value = values.narrow(1, chunk.first_key, chunk.keys)
+            chunk_grad_key = grad_keys.narrow(1, chunk.first_key, chunk.keys)
+            chunk_grad_value = grad_values.narrow(1, chunk.first_key, chunk.keys)
+            # Recompute the probabilities.
+            shape = (len(queries), chunk.rows, chunk.keys)
+            products = products_workspace(*shape)
+            scores.products(chunk_query, chunk_key, out=products)
+            probabilities = weighted_workspace(*shape)
+            scores.probabilities(head, products, out=probabilities)
 
             # Value, and the gradient of the probabilities.
             grad = grad_workspace(*shape)
@@ -259,10 +290,16 @@ def _chunked_backward(
                 factors = dropout.factors(probabilities)
                 grad.mul_(factors)
                 dropped = factors.mul_(probabilities)
-            overwrite = first_chunk_writes and index == 0 and head % call.queries_per_kv == 0
+            is_first = index == 0 and head % call.queries_per_kv == 0
+            overwrite = first_chunk_writes and is_first
             dropped = by_kv_head(dropped, keys)
             _add_product(
-                chunk_grad_value, dropped, chunk_grad_context, 1.0, overwrite, states_workspace
+                chunk_grad_value,
+                dropped,
+                chunk_grad_context,
+                scale=1.0,
+                overwrite=overwrite,
+                workspace=states_workspace,
             )
 
             # Through the softmax, in place.
@@ -279,18 +316,26 @@ def _chunked_backward(
             chunk_query = by_kv_head(chunk_query, keys)
             rows = states_workspace(*chunk_query.shape)
             torch.baddbmm(rows, grad_rows, chunk_key, beta=0, alpha=call.scale, out=rows)
-            scores.write_reversed(grad_queries, chunk, rows.view(*shape[:2], head_size))
+            rows = rows.view(len(queries), chunk.rows, head_size)
+            scores.write_reversed(grad_queries, chunk, rows)
             _add_product(
-                chunk_grad_key, grad_rows, chunk_query, call.scale, overwrite, states_workspace
+                chunk_grad_key,
+                grad_rows,
+                chunk_query,
+                scale=call.scale,
+                overwrite=overwrite,
+                workspace=states_workspace,
             )
 
     # The gradients of tables over distance, beyond the largest visible distance zero.
-    grad_tables: list[Tensor | None] = [None, None]
+    grads = []
     tables = (call.tables.bias, grad_bias), (call.tables.weight, grad_weight)
-    for index, (table, grad_table) in enumerate(tables):
+    for table, grad_table in tables:
         if table is not None and grad_table is not None:
-            grad_tables[index] = grad_table.to_table(table.shape[1]).to(table.dtype)
-    return *(grad.to(call.query.dtype) for grad in grads), *grad_tables
+            grad = grad_table.to_table(table.shape[1])
+            grads.append(grad.to(table.dtype))
+    dtype = call.query.dtype
+    return [grad_query.to(dtype), grad_key.to(dtype), grad_value.to(dtype), *grads]
 
 
 def _add_product(
@@ -309,7 +354,9 @@ def _add_product(
         torch.baddbmm(target, left, right, beta=int(not overwrite), alpha=scale, out=target)
     else:
         # PyTorch is slower if the output is a part of each head's keys.
-        target.add_(torch.bmm(left, right, out=workspace(*target.shape)), alpha=scale)
+        product = workspace(*target.shape)
+        torch.bmm(left, right, out=product)
+        target.add_(product, alpha=scale)
 
 
 # -- autograd, and operators of torch.library for torch.compile ------------------------------------
@@ -326,13 +373,13 @@ def _forward(
     dropout_p: float,
 ) -> tuple[Tensor, Tensor]:
     """The context, in memory `[b, s, h, v]`, and the seed of the dropout."""
-    tensors = query, key, value, bias_table, weight_table
-    call = _chunked_call(*tensors, scale, window, dropout_p)
+    call = _chunked_call(query, key, value, bias_table, weight_table, scale, window, dropout_p)
     seed = torch.zeros((), dtype=torch.int64, device="cpu")
     if dropout_p:
         seed = torch.randint(2**62, (), device="cpu")
     context = _chunked_forward(call, int(seed))
-    return context.transpose(1, 2).contiguous().transpose(1, 2), seed
+    context = context.transpose(1, 2).contiguous()  # [b, s, h, v]
+    return context.transpose(1, 2), seed
 
 
 # Exported models contain this file, so each copy has its own name.
@@ -343,8 +390,9 @@ _operator = torch.library.custom_op(f"{_NAMESPACE}::attention", _forward, mutate
 @_operator.register_fake
 def _(query: Tensor, key: Tensor, value: Tensor, *others: object) -> tuple[Tensor, Tensor]:
     batch, heads, length, _ = query.shape
-    context = query.new_empty(batch, length, heads, value.shape[3]).transpose(1, 2)
-    return context, torch.empty((), dtype=torch.int64, device="cpu")
+    context = query.new_empty(batch, length, heads, value.shape[3])
+    seed = torch.empty((), dtype=torch.int64, device="cpu")
+    return context.transpose(1, 2), seed
 
 
 def _backward(
@@ -362,11 +410,10 @@ def _backward(
     needs_weight: bool,
 ) -> list[Tensor]:
     """The gradients of query, key and value, and of the tables that need one."""
-    tensors = query, key, value, bias_table, weight_table
-    call = _chunked_call(*tensors, scale, window, dropout_p)
+    call = _chunked_call(query, key, value, bias_table, weight_table, scale, window, dropout_p)
     with without_autocast(query.device):
         grads = _chunked_backward(call, int(seed), grad_context, needs_bias, needs_weight)
-    return [grad.contiguous() for grad in grads if grad is not None]
+    return [grad.contiguous() for grad in grads]
 
 
 _backward_operator = torch.library.custom_op(
@@ -387,7 +434,8 @@ def _(grad_context: Tensor, *arguments: Any) -> list[Tensor]:
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    ctx.save_for_backward(*inputs[:5], output[1])
+    _, seed = output
+    ctx.save_for_backward(*inputs[:5], seed)
     ctx.constants = inputs[5:]
 
 
@@ -399,12 +447,12 @@ def _gradients(
 ) -> tuple[Tensor | None, ...]:
     needs_bias, needs_weight = ctx.needs_input_grad[3:5]
     grads = backward(grad_context, *ctx.saved_tensors, *ctx.constants, needs_bias, needs_weight)
-    grad_tables: list[Tensor | None] = [None, None]
+    grad_bias = grad_weight = None
     if needs_bias:
-        grad_tables[0] = grads[3]
+        grad_bias = grads[3]
     if needs_weight:
-        grad_tables[1] = grads[-1]
-    return *grads[:3], *grad_tables, None, None, None
+        grad_weight = grads[-1]
+    return *grads[:3], grad_bias, grad_weight, None, None, None
 
 
 _operator.register_autograd(_gradients, setup_context=_save_for_backward)

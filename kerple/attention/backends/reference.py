@@ -63,10 +63,10 @@ def attend_to_chunk(
     # The queries of all heads that share a key/value head are the rows of one matrix.
     group_rows = call.queries_per_kv * query.shape[2]
     if call.products is None:
-        flat_query = exact_query.flatten(0, 1).reshape(len(flat_key), group_rows, query.shape[3])
-        scores = torch.baddbmm(
-            flat_query.new_empty(()), flat_query, flat_key.transpose(1, 2), beta=0, alpha=call.scale
-        )
+        flat_query = exact_query.reshape(len(flat_key), group_rows, query.shape[3])
+        columns = flat_key.transpose(1, 2)  # [b g, d, l]
+        unused = flat_query.new_empty(())
+        scores = torch.baddbmm(unused, flat_query, columns, beta=0, alpha=call.scale)
         scores = scores.view(*query.shape[:3], key.shape[2])  # [b, h, c, l]
     else:
         scores = call.products(exact_query, exact_key, query_positions, key_positions, call.scale)
@@ -74,8 +74,15 @@ def attend_to_chunk(
     # The method's own scores, or bias and weight by distance.
     mask = call.mask(queries, keys)
     if call.modify_scores is not None:
-        positions = query_positions, key_positions
-        chunk = Chunk(scores, query, *positions, mask, score_table, call.span.causal)
+        chunk = Chunk(
+            scores=scores,
+            query=query,
+            query_positions=query_positions,
+            key_positions=key_positions,
+            mask=mask,
+            table=score_table,
+            causal=call.span.causal,
+        )
         scores = call.modify_scores(chunk)
     elif call.has_tables:
         distance = call.distances(queries, keys)
@@ -91,8 +98,10 @@ def attend_to_chunk(
     else:
         probabilities = softmax_or_zero(scores)
     probabilities = F.dropout(probabilities, call.dropout_p)
-    context = torch.bmm(probabilities.reshape(len(flat_key), group_rows, key.shape[2]), flat_value)
-    return context.view(*query.shape[:3], value.shape[3]).to(query.dtype)
+    probabilities = probabilities.reshape(len(flat_key), group_rows, key.shape[2])
+    context = torch.bmm(probabilities, flat_value)
+    context = context.view(*query.shape[:3], value.shape[3])  # [b, h, c, v]
+    return context.to(query.dtype)
 
 
 def softmax_or_zero(scores: Tensor) -> Tensor:

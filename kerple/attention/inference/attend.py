@@ -83,7 +83,9 @@ def attend_in_mode(
 
     # A chunk has at most as many keys more than one of its queries as it has queries.
     most_keys = mode.span.max_kv_len(total)
-    rows = min(modify_rows(query, min(total, 2 * most_keys)), max(MODIFY_MIN_ROWS, most_keys))
+    most_rows = max(MODIFY_MIN_ROWS, most_keys)
+    kv_len = min(total, 2 * most_keys)
+    rows = min(most_rows, modify_rows(query, kv_len))
     if "scale_qk" in method.hooks:
         rows = min(rows, method.segment)
 
@@ -91,18 +93,28 @@ def attend_in_mode(
     contexts = []
     with without_autocast(device):
         for first in range(0, s, rows):
-            queries = range(start + first, min(start + first + rows, total))
-            chunk = query[:, :, first : first + rows]  # [b, h, c, d]
+            last = min(first + rows, s)
+            queries = range(start + first, start + last)
             ranges = key_ranges(mode, queries)
             parts = [stored(keys, mode, missing) for keys in ranges]
-            keys_of_parts = [key[:, :, part] for part in parts]
-            values = torch.cat([value[:, :, part] for part in parts], dim=2)  # [b, g, l, d]
-            scores = _scores(chunk, keys_of_parts, method, mode, queries, ranges, scale, tables_at)
+            values = [value[:, :, part] for part in parts]
+            scores = _scores(
+                query[:, :, first:last],
+                [key[:, :, part] for part in parts],
+                method=method,
+                mode=mode,
+                queries=queries,
+                ranges=ranges,
+                scale=scale,
+                tables_at=tables_at,
+            )
             if decay_sums is not None:
-                query_sums = decay_sums[:, :, -s:][:, :, first : first + rows, None]
-                key_sums = torch.cat([decay_sums[:, :, None, part] for part in parts], dim=-1)
+                query_sums = decay_sums[:, :, -s:, None]
+                query_sums = query_sums[:, :, first:last]  # [b, h, c, 1]
+                sums_of_parts = [decay_sums[:, :, None, part] for part in parts]
+                key_sums = torch.cat(sums_of_parts, dim=-1)  # [b, h, 1, l]
                 scores = scores + (query_sums - key_sums).to(scores.dtype)  # [b, h, c, l]
-            context = _by_kv_head(scores.softmax(dim=-1), values)
+            context = _by_kv_head(scores.softmax(dim=-1), torch.cat(values, dim=2))
             contexts.append(context.to(query.dtype))
     return torch.cat(contexts, dim=2)
 
@@ -195,7 +207,9 @@ class Pairs(NamedTuple):
 
     def lookup(self, table: Tensor) -> Tensor:
         """The values of a table `[h, n]` over the distances from `nearest` on, `[h, c, l]`."""
-        return table[:, (self.distance - self.nearest).clamp_(min=0)]
+        index = self.distance - self.nearest
+        index.clamp_(min=0)
+        return table[:, index]
 
 
 class _Range(NamedTuple):
@@ -223,7 +237,16 @@ def _scores(
     """
     products = []
     for key, keys in zip(parts, ranges, strict=True):
-        products.append(_range_products(query, key, method, mode, queries, keys, scale))
+        part = _range_products(
+            query,
+            key,
+            method=method,
+            mode=mode,
+            queries=queries,
+            keys=keys,
+            scale=scale,
+        )
+        products.append(part)
 
     # All hooks of the method.
     finals: list[Tensor] = []
@@ -244,7 +267,8 @@ def _scores(
         sinks, window = products
         missing = min(method.lookahead, ranges[1].start - ranges[0].stop)
         final = _modified(_joined(sinks, window, missing), method, mode)
-        first, _, second = final.split([len(ranges[0]), missing, len(ranges[1])], dim=-1)
+        sizes = [len(ranges[0]), missing, len(ranges[1])]
+        first, _, second = final.split(sizes, dim=-1)
         finals = [first, second]
     masked = []
     for scores, part in zip(finals, products, strict=True):
@@ -268,11 +292,14 @@ def _range_products(
         """(rotated queries, scale * q.k `[b, h, c, l]` in at least float32)."""
         states = query, key
         if "rotate" in method.hooks:
-            states = mode.rotation(method).rotate(*states, query_positions, key_positions)
+            rotation = mode.rotation(method)
+            states = rotation.rotate(*states, query_positions, key_positions)
         rotated = states[0]
         if "scale_qk" in method.hooks:
             states = method.scale_qk(*states, query_positions, key_positions)
-        return rotated, _by_kv_head(states[0], states[1].transpose(-1, -2)) * scale
+        left, right = states
+        scores = _by_kv_head(left, right.transpose(-1, -2))
+        return rotated, scores * scale
 
     # A rotation with a map has other positions for far pairs. Most ranges have both kinds of pairs.
     positions = pairs.query_positions, pairs.key_positions
@@ -290,14 +317,16 @@ def _joined(sinks: _Range, window: _Range, missing: int) -> _Range:
     """Both ranges, with `missing` masked keys between them, and without distances."""
     first = sinks.pairs
     second = window.pairs
+    # The scores of the sinks and of the keys after them, and the same of the mask.
+    scores = F.pad(sinks.scores, (0, missing))
+    mask = F.pad(first.mask, (0, missing), value=True)
     between = first.key_positions[-1] + 1 + torch.arange(missing, device="cpu")
-    return window._replace(
-        scores=torch.cat((F.pad(sinks.scores, (0, missing)), window.scores), dim=-1),
-        pairs=second._replace(
-            mask=torch.cat((F.pad(first.mask, (0, missing), value=True), second.mask), dim=-1),
-            key_positions=torch.cat((first.key_positions, between, second.key_positions)),
-        ),
+    pairs = second._replace(
+        mask=torch.cat((mask, second.mask), dim=-1),
+        key_positions=torch.cat((first.key_positions, between, second.key_positions)),
     )
+    scores = torch.cat((scores, window.scores), dim=-1)
+    return window._replace(scores=scores, pairs=pairs)
 
 
 def _modified(part: _Range, method: PositionalMethod, mode: AttentionMode) -> Tensor:
@@ -309,9 +338,15 @@ def _modified(part: _Range, method: PositionalMethod, mode: AttentionMode) -> Te
         first = pairs.nearest
         end = pairs.farthest + 1
     device = part.scores.device
-    table = score_table(method, end, device, distance_map=mode.distance_map, first=first)
-    positions = pairs.query_positions - first, pairs.key_positions
-    return method.final_scores(Chunk(part.scores, part.query, *positions, pairs.mask, table))
+    chunk = Chunk(
+        scores=part.scores,
+        query=part.query,
+        query_positions=pairs.query_positions - first,
+        key_positions=pairs.key_positions,
+        mask=pairs.mask,
+        table=score_table(method, end, device, distance_map=mode.distance_map, first=first),
+    )
+    return method.final_scores(chunk)
 
 
 def _by_kv_head(left: Tensor, right: Tensor) -> Tensor:
@@ -319,7 +354,8 @@ def _by_kv_head(left: Tensor, right: Tensor) -> Tensor:
     that share a key/value head are one matrix.
     """
     dtype = torch.promote_types(right.dtype, torch.float32)
-    # [b, g, h/g c, n]
-    rows = left.to(dtype).unflatten(1, (right.shape[1], -1)).flatten(2, 3)
-    products: Tensor = (rows @ right.to(dtype)).unflatten(2, (-1, left.shape[2])).flatten(1, 2)
-    return products
+    rows = left.to(dtype).unflatten(1, (right.shape[1], -1))  # [b, g, h/g, c, n]
+    rows = rows.flatten(2, 3)  # [b, g, h/g c, n]
+    products: Tensor = rows @ right.to(dtype)
+    products = products.unflatten(2, (-1, left.shape[2]))  # [b, g, h/g, c, m]
+    return products.flatten(1, 2)

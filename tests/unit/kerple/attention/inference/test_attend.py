@@ -257,8 +257,8 @@ def test_scores_of_a_chunk_fit_into_the_budget(pos_emb, monkeypatch):
     """As on a GPU: the budget is the only limit of the chunks of queries."""
     budget, sizes, scores = 1 << 20, [], mode_attention._scores
 
-    def recorded(*arguments):
-        result = scores(*arguments)
+    def recorded(*arguments, **options):
+        result = scores(*arguments, **options)
         sizes.append(4 * result.numel())
         return result
 
