@@ -110,7 +110,8 @@ class LatestResults:
         *positions: Tensor,
     ) -> tuple[Tensor, Tensor]:
         """compute(device, *positions), or its cached result."""
-        if any(part.device.type != "cpu" for part in positions) or not may_cache():
+        on_device = any(part.device.type != "cpu" for part in positions)
+        if on_device or torch.compiler.is_compiling() or not may_cache():
             return compute(device, *positions)
         # The latest entry comes first, and replaces the oldest.
         for cached, cached_device, result in self.entries:

@@ -257,12 +257,14 @@ class ScheduleConfig(ConfigSection):
         falls = self.lr_decay_style in ("linear", "cosine")
         if decay_iters is None or decay_iters >= train_iters or not falls:
             return
-        is_incomplete = self.lr_schedule == "neox-2022" and self.warmup_steps(decay_iters) > 0
-        if self.lowest_lr(1.0) == 0 and not is_incomplete:
+        if self.lowest_lr(1.0) == 0:
+            rate = "0, so they change nothing"
+            if self.lr_schedule == "neox-2022" and self.warmup_steps(decay_iters) > 0:
+                rate = "that of the last step of the decay, so they change little"
             yield (
                 f"lr_decay_iters {decay_iters:,} is below train_iters {train_iters:,}: the "
-                "learning rate of all later steps is 0, so they change nothing; set min_lr, raise "
-                "lr_decay_iters, or remove it"
+                f"learning rate of all later steps is {rate}; set min_lr, raise lr_decay_iters, or "
+                "remove it"
             )
 
     @property

@@ -27,7 +27,7 @@ from kerple.attention import (
 from kerple.attention.backends import chunk_plan, sdpa
 from kerple.attention.backends.triton import launch
 from kerple.attention.backends.triton.tiles import Tile, Tiles
-from kerple.positional import KerpleLog, ModelShape, PositionalMethod, XPos, build
+from kerple.positional import ModelShape, PositionalMethod, XPos, build
 from kerple.positional.wrappers import _sample
 from tests.support.attention import (
     DecayingXPos,
@@ -182,22 +182,39 @@ def test_attend_can_be_compiled_into_one_graph(backend, method, documents):
     torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-7)
 
 
+@pytest.mark.parametrize("method", ["rotary", "kerple_log_rotary", "xpos"])
+@pytest.mark.parametrize("kv_heads", [2, 1])
+def test_rotations_can_be_compiled(method, kv_heads):
+    """Into one graph, also with grouped queries."""
+    torch._dynamo.reset()
+    attention = Attention(build(method, SHAPE))
+    states = []
+    for heads in (2, kv_heads, kv_heads):
+        states.append(torch.randn(1, heads, 20, SHAPE.head_size, requires_grad=True))
+    results = []
+    for called in (attention, torch.compile(attention, fullgraph=True, backend="aot_eager")):
+        context = called(*states)
+        results.append([context, *torch.autograd.grad(context.square().sum(), states)])
+    torch.testing.assert_close(*results, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize(
     "backend", ["reference", "sdpa", pytest.param("chunked", marks=pytest.mark.ci)]
 )
 @pytest.mark.parametrize("window", [None, 9])
-def test_one_graph_serves_all_lengths(backend, window):
+@pytest.mark.parametrize("method", ["kerple_log", "kerple_log_rotary"])
+def test_one_graph_serves_all_lengths(backend, window, method):
     """PyTorch's own attention needs two for 20 lengths: one for the first, and one for
     all others.
     """
     torch._dynamo.reset()
     graphs = CompileCounter()
-    attention = Attention(KerpleLog(2), backend)
+    attention = Attention(build(method, SHAPE), backend)
     compiled = torch.compile(
         lambda *states: attention(*states, window=window), fullgraph=True, backend=graphs
     )
     for length in range(10, 50, 2):
-        states = [torch.randn(1, 2, length, 8, requires_grad=True) for _ in range(3)]
+        states = [torch.randn(1, 2, length, SHAPE.head_size, requires_grad=True) for _ in range(3)]
         context = compiled(*states)
     assert graphs.frame_count <= 3
     expected = attention(*states, window=window)

@@ -212,7 +212,8 @@ def test_a_decay_that_ends_after_training_is_a_notice(flat):
 def test_steps_without_a_learning_rate_are_a_notice(flat):
     keys = {**flat, "train_iters": 90, "lr_decay_iters": 70}
     for style in ("linear", "cosine"):
-        for more in ({}, {"decay_lr_to": 0}, {"lr_schedule": "neox-2022", "warmup": 0}):
+        newer = {"lr_schedule": "neox-2022"}
+        for more in ({}, {"decay_lr_to": 0}, {**newer, "warmup": 0}, newer):
             (notice,) = Config.from_flat({**keys, "lr_decay_style": style, **more}).notices
             assert "lr_decay_iters 70" in notice
             assert "train_iters 90" in notice
@@ -220,7 +221,6 @@ def test_steps_without_a_learning_rate_are_a_notice(flat):
             {"min_lr": 1e-6},
             {"decay_lr_to": 0.1},
             {"lr_decay_iters": 90},
-            {"lr_schedule": "neox-2022"},
         ):
             assert not Config.from_flat({**keys, "lr_decay_style": style, **more}).notices
     assert not Config.from_flat({**keys, "lr_decay_style": "exponential"}).notices
