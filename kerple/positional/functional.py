@@ -240,8 +240,10 @@ def by_pair(
     this gives gradients that are summed in a fixed order.
     """
     if not (consecutive(query_positions) and consecutive(key_positions)):
-        # Not consecutive: a lookup for each pair.
-        distance = (query_positions[:, None] - key_positions).to(table.device)  # [c, l]
+        # A lookup for each pair; masked pairs may be beyond the table.
+        last = table.shape[-1] - 1
+        distance = (query_positions[:, None] - key_positions).clamp(-last, last)  # [c, l]
+        distance = distance.to(table.device)
         values = table[..., distance.clamp(min=0)]
         if after is None:
             return values
@@ -254,7 +256,11 @@ def by_pair(
 
 
 def consecutive(positions: Tensor) -> bool:
-    """Whether increasing positions have no gaps."""
+    """Whether increasing positions have no gaps. False in compiled code, which does not know their
+    values.
+    """
+    if torch.compiler.is_compiling():
+        return False
     return int(positions[-1] - positions[0]) == len(positions) - 1
 
 

@@ -99,10 +99,15 @@ class TransformerXL(ScoreModifier):
             products = query @ vectors.to(scores.dtype)  # [b, h, c, c + l - 1]
             return scores + self.scale * _relative_shift(products, len(keys))
 
-        # Random positions (`wrappers.py`): the products with the vectors of all distances.
-        distance = (queries[:, None] - keys).clamp(min=0)
-        end = int(distance.max()) + 1
-        products = query @ table[..., :end].to(scores.dtype)  # [b, h, c, n]
+        # Random positions (`wrappers.py`) and compiled code: the products with all vectors, from the
+        # farthest key after the query to the farthest before it.
+        following = 0
+        if after is not None:
+            following = after.shape[-1] - 1
+            table = torch.cat((after[..., 1:].flip(-1), table), dim=-1)  # [h, d, n]
+        products = query @ table.to(scores.dtype)  # [b, h, c, n]
+        distance = queries[:, None] - keys + following
+        distance = distance.clamp(0, table.shape[-1] - 1)  # masked pairs may be beyond the table
         index = distance.to(scores.device).expand_as(scores)
         return scores + self.scale * products.gather(-1, index)
 

@@ -54,15 +54,14 @@ def _attend_in_chunks(call: AttentionCall) -> Tensor:
     """Attention with any scores and masks: autograd recomputes each chunk."""
     # The queries of a chunk, whose scores are all in memory.
     rows = modify_rows(call.query, call.kv_len)
-    if call.query.device.type != "cpu":
-        number = -(-call.q_len // rows)
-        rows = -(-call.q_len // number)  # chunks of equal size
+    number = _chunks(call.q_len, rows)
     # With dropout, the state of the random number generators is restored, so both passes drop the
     # same probabilities.
     recompute = partial(checkpoint, use_reentrant=False, preserve_rng_state=call.dropout_p > 0)
     contexts = []
-    for first in range(0, call.q_len, rows):
-        last = min(first + rows, call.q_len)
+    for index in range(number):
+        first = index * call.q_len // number
+        last = (index + 1) * call.q_len // number
         position = call.offset + first
         keys = call.keys(slice(position, call.offset + last))
         attend = partial(attend_to_chunk, call=call, first_query=position, first_key=keys.start)
@@ -73,6 +72,18 @@ def _attend_in_chunks(call: AttentionCall) -> Tensor:
         value = call.value[:, :, keys]
         contexts.append(attend(query, key, value, call.tables.scores))
     return joined(contexts)
+
+
+def _chunks(q_len: int, rows: int) -> int:
+    """The number of chunks of so many queries. In compiled code, where each number is a graph of
+    its own, the next power of two.
+    """
+    if not torch.compiler.is_compiling():
+        return -(-q_len // rows)
+    number = 1
+    while number * rows < q_len:
+        number *= 2
+    return number
 
 
 def _attend_to_single_query(call: AttentionCall) -> Tensor:

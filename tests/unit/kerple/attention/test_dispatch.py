@@ -199,30 +199,69 @@ def test_rotations_can_be_compiled(method, kv_heads):
 
 
 @pytest.mark.parametrize(
-    "backend", ["reference", "sdpa", pytest.param("chunked", marks=pytest.mark.ci)]
+    ("backend", "method", "options"),
+    [
+        ("reference", "kerple_log", {}),
+        ("sdpa", "kerple_log", {"window": 9}),
+        ("sdpa", "kerple_log_rotary", {"causal": False}),
+        ("chunked", "kerple_log", {}),
+        ("chunked", "kerple_log_rotary", {"window": 9}),
+        ("chunked", "kerple_log", {"causal": False}),
+        # Methods that compute the scores.
+        ("auto", "dape_v2_kerple", {"window": 9}),
+        ("auto", "transformer_xl", {"causal": False}),
+        pytest.param("reference", "kerple_log_rotary", {"window": 9}, marks=pytest.mark.ci),
+        pytest.param("sdpa", "kerple_log", {}, marks=pytest.mark.ci),
+        pytest.param("auto", "fire", {}, marks=pytest.mark.ci),
+        pytest.param("auto", "transformer_xl", {"window": 9}, marks=pytest.mark.ci),
+        pytest.param("auto", "dape_rotary", {"causal": False}, marks=pytest.mark.ci),
+        pytest.param("auto", "stick_breaking", {}, marks=pytest.mark.ci),
+    ],
 )
-@pytest.mark.parametrize("window", [None, 9])
-@pytest.mark.parametrize("method", ["kerple_log", "kerple_log_rotary"])
-def test_one_graph_serves_all_lengths(backend, window, method):
+@pytest.mark.parametrize("masked", [False, True])
+def test_one_graph_serves_all_lengths(backend, method, options, masked):
     """PyTorch's own attention needs two for 20 lengths: one for the first, and one for
     all others.
     """
     torch._dynamo.reset()
     graphs = CompileCounter()
     attention = Attention(build(method, SHAPE), backend)
-    compiled = torch.compile(
-        lambda *states: attention(*states, window=window), fullgraph=True, backend=graphs
-    )
+
+    def run(query, key, value, key_mask):
+        return attention(query, key, value, key_mask=key_mask, **options)
+
+    compiled = torch.compile(run, fullgraph=True, backend=graphs)
     for length in range(10, 50, 2):
         states = [torch.randn(1, 2, length, SHAPE.head_size, requires_grad=True) for _ in range(3)]
-        context = compiled(*states)
+        key_mask = None
+        if masked:
+            key_mask = torch.rand(1, length) < 0.8
+        context = compiled(*states, key_mask)
     assert graphs.frame_count <= 3
-    expected = attention(*states, window=window)
+    expected = attention(*states, key_mask=key_mask, **options)
     torch.testing.assert_close(context, expected)
     torch.testing.assert_close(
         torch.autograd.grad(context.square().sum(), states),
         torch.autograd.grad(expected.square().sum(), states),
+        rtol=1e-5,
+        atol=1e-6,
     )
+
+
+def test_compiled_chunks(monkeypatch):
+    """Few graphs for many numbers of chunks, which cover every query once."""
+    torch._dynamo.reset()
+    monkeypatch.setattr(chunk_plan, "MODIFY_MAX_ROWS", 16)
+    graphs = CompileCounter()
+    attention = Attention(build("kerple_log", SHAPE), "chunked")
+    compiled = torch.compile(
+        lambda *states: attention(*states, causal=False), fullgraph=True, backend=graphs
+    )
+    for length in (15, 33, 47, 65, 66, 97, 127, 113):
+        states = [torch.randn(1, 2, length, SHAPE.head_size) for _ in range(3)]
+        expected = attention(*states, causal=False)
+        torch.testing.assert_close(compiled(*states), expected)
+    assert graphs.frame_count <= 5
 
 
 def test_unknown_backends_are_rejected():
