@@ -21,7 +21,6 @@ from torch import Tensor
 
 from .attention_attend import attend_in_mode
 from .attention_backend import Requirements, without_autocast
-from .attention_call import AttentionCall
 from .attention_chunked import CHUNKED
 from .attention_documents import Documents
 from .attention_flex import FLEX
@@ -29,10 +28,9 @@ from .attention_mode import AttentionMode
 from .attention_parts import run, run_documents
 from .attention_reference import REFERENCE
 from .attention_sdpa import SDPA
-from .attention_span import Span
-from .attention_tables import NO_TABLES, position_tables
+from .attention_tables import position_tables
 from .cache_kerple import ModeCache
-from .positional_decay import append_decay, appended_sums, decay_sums, extra_dimensions
+from .positional_decay import append_decay, appended_sums, decay_sums
 
 BACKENDS = {"eager": CHUNKED, "sdpa": SDPA, "flex_attention": FLEX}
 POSITION_HOOKS = {"embed", "rotate", "modify_scores", "scale_qk"}
@@ -42,10 +40,11 @@ PACKING = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "se
 IGNORED = ("cache_position", *PACKING)
 
 
-def implementations(hooks, mode):
-    """Those of methods with these hooks, in an inference mode (None: as in training)."""
-    needed = Requirements(weight="weight" in hooks, modify_scores="modify_scores" in hooks)
-    names = [name for name in BACKENDS if BACKENDS[name].unsupported_reason(needed) is None]
+def implementations(requirements, mode=None):
+    """Those that support calls with these requirements, in an inference mode (None: as in
+    training).
+    """
+    names = [name for name in BACKENDS if BACKENDS[name].unsupported_reason(requirements) is None]
     return [name for name in names if mode is None or name != "flex_attention"]
 
 
@@ -275,73 +274,54 @@ def tables_of(method, length, device, distance_map=None):
         return position_tables(method, length, device, distance_map=distance_map)
 
 
-def attend(
-    query, key, value, method, tables, layout, window, dropout, implementation, output_attentions
-):
-    """The context `[b, h, s, d]` and the probabilities `[b, h, s, t]`, or None without
-    `output_attentions`.
+def attend(call, implementation, output_attentions):
+    """The context `[b, h, s, d]` of a call as in training, and the probabilities `[b, h, s, t]`, or
+    None without `output_attentions`.
 
-    query `[b, h, s, d]` are the new tokens, key and value `[b, g, t, d]` the cached and new ones.
-    If a static cache has unused places after them, their probabilities are 0. window: number of
-    keys that a query sees; None: all.
+    The call's query `[b, h, s, d]` are the new tokens, its key and value `[b, g, t, d]` the cached
+    and new ones. Raises ValueError for tensors that do not fit together, and for an implementation
+    that does not support the call.
     """
-    # The places of a static cache that are in use.
-    places, group = key.shape[2], query.shape[1] // key.shape[1]
-    key, value = key[:, :, : layout.total], value[:, :, : layout.total]
-    extra, applied, dropped = 0, method, 0
-    if "decay" in method.hooks:  # it is a part of query and key
-        extra, applied = extra_dimensions(key.dtype, group), None
-    if layout.documents is None:
-        dropped = layout.total - key.shape[2]
-    in_mode = layout.mode is not None
-    if in_mode:
-        applied, tables = None, NO_TABLES
-    call = AttentionCall(
-        query=query,
-        key=key,
-        value=value,
-        scale=(query.shape[3] - extra) ** -0.5,
-        method=applied,
-        tables=tables,
-        span=Span(window),
-        documents=layout.documents,
-        dropout_p=dropout,
-        dropped=dropped,
-    ).validate()
-
-    # With output_attentions, the reference computes the probabilities.
-    backend = BACKENDS[implementation]
-    if output_attentions:
-        backend = REFERENCE
-    reason = backend.unsupported_reason(Requirements.of_call(call))
-    if reason is not None:
-        raise ValueError(f"attn_implementation {implementation} {reason}; use another one")
-
-    # An inference mode.
-    if in_mode:
-        parts = {"method": method, "layout": layout, "backend": backend}
-        if layout.documents is None:
-            return attend_to_text_in_mode(call, **parts), None
-        attend_to_text = partial(attend_to_text_in_mode, **parts)
-        return run_documents(call, layout.documents, attend_to_text), None
-
-    # All keys.
-    masks_documents = backend.masks_documents
+    call.validate()
     if not output_attentions:
-        return run(call, backend.compute, masks_documents=masks_documents), None
+        backend = supporting_backend(call, implementation)
+        return run(call, backend.compute, masks_documents=backend.masks_documents), None
 
-    # If the value of a key has a dimension of its own, the context is the probabilities.
-    own = torch.eye(key.shape[2], dtype=key.dtype, device=key.device)
-    call = replace(call, value=own.expand(*key.shape[:2], -1, -1))
-    probabilities = run(call, backend.compute, masks_documents=masks_documents)
-    context = probabilities @ value.repeat_interleave(group, dim=1)
-    if places > key.shape[2]:
-        probabilities = F.pad(probabilities, (0, places - key.shape[2]))
-    return context, probabilities
+    # The reference supports every call. If the value of a key has a dimension of its own, the
+    # context is the probabilities.
+    batch, heads, length, _ = call.key.shape
+    own = torch.eye(length, dtype=call.key.dtype, device=call.key.device)
+    values_of_keys = own.expand(batch, heads, -1, -1)
+    probabilities = run(replace(call, value=values_of_keys), REFERENCE.compute)
+    value = call.value.repeat_interleave(call.queries_per_kv, dim=1)
+    return probabilities @ value, probabilities
+
+
+def attend_in_inference_mode(call, method, layout, implementation):
+    """The context `[b, h, s, d]` of a call without method and tables, in the layout's inference
+    mode. Shapes and errors are those of `attend`.
+    """
+    call.validate()
+    backend = supporting_backend(call, implementation)
+    options = {"method": method, "layout": layout, "backend": backend}
+    attend_to_text = partial(attend_to_text_in_mode, **options)
+    if call.documents is None:
+        return attend_to_text(call)
+    return run_documents(call, call.documents, attend_to_text)
+
+
+def supporting_backend(call, implementation):
+    """The backend of an `attn_implementation`. Raises ValueError if it cannot compute the call."""
+    requirements = Requirements.of_call(call)
+    reason = BACKENDS[implementation].unsupported_reason(requirements)
+    if reason is not None:
+        supported = ", ".join(implementations(requirements))
+        raise ValueError(f"attn_implementation {implementation} {reason}; choose from {supported}")
+    return BACKENDS[implementation]
 
 
 def attend_to_text_in_mode(call, method, layout, backend):
-    """`attend` in an inference mode: one text of each row, with keys before rotation, and without
+    """`attend_in_inference_mode` for one text of each row, with keys before rotation, and without
     keys that its cache has dropped.
     """
     if call.dropout_p:
