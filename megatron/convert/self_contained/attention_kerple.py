@@ -61,6 +61,12 @@ def check_ignored(arguments, position_ids):
             )
 
 
+def static_cache_length(cache):
+    """The number of places of a static cache; None for other caches, and without one."""
+    layers = getattr(cache, "layers", ())
+    return getattr(next(iter(layers), None), "max_cache_len", None)
+
+
 @dataclass
 class Layout:
     """Where the tokens are in their texts. Padding counts for no distance and no position.
@@ -92,65 +98,60 @@ class Layout:
         Raises ValueError for a mask that is not `[b, t]`, for positions that are not consecutive in
         a text, and for a cache that does not fit the mode.
         """
-        (batch, new), device, layers = hidden.shape[:2], hidden.device, getattr(cache, "layers", ())
-        if mode is not None and any(hasattr(layer, "max_cache_len") for layer in layers):
+        batch, new, _ = hidden.shape
+        static_length = static_cache_length(cache)
+        if mode is not None and static_length is not None:
             raise ValueError(
                 "static caches are not supported in an inference mode; use a dynamic one"
             )
-        hooks = frozenset().union(*(method.hooks for method in methods))
-        needs_positions = mode is not None or bool(hooks & POSITION_HOOKS)
-
-        # The number of cached tokens, which a static cache changes in place. In graphs without
-        # breaks values are unknown, so they are only possible without positions.
+        reads_positions = any(method.hooks & POSITION_HOOKS for method in methods)
+        needs_positions = reads_positions or mode is not None
+        # In graphs without breaks values are unknown, so they are only possible without positions.
         traced = torch.compiler.is_compiling() and not needs_positions
-        cached = 0
-        if cache is not None:
-            cached = cache.get_seq_length()
-        is_static = traced and isinstance(cached, Tensor)
-        if is_static:
-            layout = cls(cached.clone(), layers[0].max_cache_len, mode)
-        else:
-            layout = cls(int(cached), int(cached) + new, mode)
+        layout = cls._after_cache(cache, new, static_length, traced, mode)
 
-        # The texts, and the positions in them, of all tokens `[b, t]`; the places of the new ones.
-        places = torch.arange(new, device=device) + layout.cached
-        positions = torch.arange(layout.total, device=device).expand(batch, -1)
-        ids, text, has_documents = torch.zeros_like(positions), None, is_static
+        # Each row is one text, unless the mask or position_ids say otherwise. The unused places of
+        # a static cache count as tokens in a graph.
+        places = torch.arange(new, device=hidden.device) + layout.cached
+        positions = torch.arange(layout.total, device=hidden.device).expand(batch, -1)
+        rows = texts = Documents(torch.zeros_like(positions), positions, places)
         if attention_mask is not None:
-            longest = None
-            if layers:
-                longest = getattr(layers[0], "max_cache_len", None)
-            text = layout._text(attention_mask, batch, longest, traced)
-        if text is not None:
-            layout.padding, has_documents = ~text[:, places], True
-            ids, positions = text.long() - 1, (text.long().cumsum(dim=1) - 1).clamp(min=0)
+            texts = layout._padded(texts, attention_mask, static_length, traced)
         if position_ids is not None and (needs_positions or new > 1):
             given = position_ids.expand(batch, new)
-            renumbered = layout._renumbered(given, ids, positions, places, needs_positions)
-            if renumbered is not None:
-                (ids, positions), has_documents = renumbered, True
+            texts = layout._renumbered(texts, given, needs_positions)
+        if texts is not rows or isinstance(layout.cached, Tensor):
+            layout.documents = texts
 
         # Only what is needed, because positions on the CPU wait for the device.
-        if needs_positions and has_documents:
-            layout.positions = positions[:, places].cpu()
+        if needs_positions and layout.documents is not None:
+            layout.positions = texts.positions[:, places].cpu()
         elif needs_positions:
             layout.positions = torch.arange(layout.cached, layout.total, device="cpu")[None]
         if mode is not None:
-            layout._fit_mode(cache, ids, has_documents)
-        if has_documents:
-            if isinstance(cache, ModeCache):
-                ids, positions = cache.kept(ids, positions)
-                places = None  # the last ones
-            layout.documents = Documents(ids, positions, places)
+            layout._fit_mode(cache)
+        if layout.documents is not None and isinstance(cache, ModeCache):
+            layout.documents = Documents(*cache.kept(texts.ids, texts.positions))
         return layout
 
-    def _renumbered(self, given, ids, positions, places, needs_positions):
-        """The texts and positions that follow from position_ids `[b, s]`, if they differ from
-        `ids` and `positions` `[b, t]`; otherwise None. Raises ValueError if they are not possible.
+    @classmethod
+    def _after_cache(cls, cache, new, static_length, traced, mode):
+        """The numbers of cached and of all tokens, for `new` tokens after those in a cache."""
+        cached = 0
+        if cache is not None:
+            cached = cache.get_seq_length()
+        # A static cache changes its number of tokens in place.
+        if traced and isinstance(cached, Tensor):
+            return cls(cached.clone(), static_length, mode)
+        return cls(int(cached), int(cached) + new, mode)
+
+    def _renumbered(self, texts, given, needs_positions):
+        """The texts and positions that follow from position_ids `[b, s]`; `texts` themselves if
+        these are the same. Raises ValueError if they are not possible.
         """
         # Every jump starts another text of the row; after padding, every position that is not
         # larger than the last one before it.
-        is_text = ids[:, places] == 0
+        is_text = texts.ids[:, texts.queries] == 0
         places_of_text = torch.arange(given.shape[1], device=given.device) * is_text
         last = given.gather(1, places_of_text.cummax(dim=1).values)[:, :-1]  # of text, so far
         step, after_text = given[:, 1:] - last, is_text[:, :-1]
@@ -164,42 +165,41 @@ class Layout:
             self.uncacheable = (
                 "packed sequences (position_ids with jumps) cannot be cached; use use_cache=False"
             )
-            texts = F.pad(jumps, (1, 0)).cumsum(dim=1)
-            return texts.masked_fill(~is_text, -1), given
+            ids = F.pad(jumps, (1, 0)).cumsum(dim=1)
+            return Documents(ids.masked_fill(~is_text, -1), given, texts.queries)
 
         # Without jumps, a row may start at another position.
         if not needs_positions:
-            return None
+            return texts
         first = is_text.long().argmax(dim=1, keepdim=True)
-        shift = (given - positions[:, places]).gather(1, first)
+        shift = (given - texts.positions[:, texts.queries]).gather(1, first)
         shift = shift * is_text.any(dim=1, keepdim=True)
         if not shift.any():
-            return None
+            return texts
         if self.mode is not None:
             raise ValueError(
                 "in an inference mode, position_ids must count the tokens of each text from 0"
             )
-        return ids, positions + shift
+        return Documents(texts.ids, texts.positions + shift, texts.queries)
 
-    def _text(
-        self, attention_mask: Tensor, batch: int, max_cache_len: int | None, traced: bool
-    ) -> Tensor | None:
-        """Bool `[b, t]`, False for padding; None if there is none. max_cache_len: size of a
-        static cache, whose mask may be as long, because its last places are empty. Raises
-        ValueError for another shape or other values.
+    def _padded(self, texts, attention_mask, static_length, traced):
+        """The texts without the padding in the mask `[b, t]`; `texts` themselves if there is none.
+        static_length: size of a static cache, whose mask may be as long, because its last places
+        are empty. Raises ValueError for another shape or other values.
         """
-        expected = [batch, self.total]
-        if list(attention_mask.shape) not in (expected, [batch, max_cache_len]):
+        batch, length = texts.ids.shape
+        if list(attention_mask.shape) not in ([batch, length], [batch, static_length]):
             raise ValueError(
-                f"attention_mask must be {expected}, for cached and new tokens, not "
+                f"attention_mask must be {[batch, length]}, for cached and new tokens, not "
                 f"{[*attention_mask.shape]}"
             )
-        text = attention_mask[:, : self.total] == 1
+        mask = attention_mask[:, :length]
+        text = mask == 1
         if not traced and text.all():
-            return None
+            return texts
 
         # Additive masks, and masks that number documents.
-        known = text | (attention_mask[:, : self.total] == 0)
+        known = text | (mask == 0)
         message = (
             "attention_mask must contain only 1 for tokens and 0 for padding; to separate "
             "documents, give position_ids that begin at 0 in each of them"
@@ -208,16 +208,19 @@ class Layout:
             torch._assert_async(known.all(), message)
         elif not known.all():
             raise ValueError(message)
-        return text
+        self.padding = ~text[:, texts.queries]
+        positions = text.long().cumsum(dim=1) - 1
+        return Documents(text.long() - 1, positions.clamp(min=0), texts.queries)
 
-    def _fit_mode(self, cache, ids: Tensor, has_documents: bool) -> None:
-        """ids: of the texts `[b, t]`, negative for padding."""
-        is_window = self.mode.span.window is not None
-        if is_window and has_documents and ((ids[:, :-1] >= 0) & (ids[:, 1:] < 0)).any():
-            self.uncacheable = (
-                "in an inference mode with a window, tokens that are followed by padding cannot be "
-                "cached; pad on the left, or use use_cache=False"
-            )
+    def _fit_mode(self, cache) -> None:
+        """The length of the mode's texts, and whether its cache can continue them."""
+        if self.mode.span.window is not None and self.documents is not None:
+            is_text = self.documents.ids >= 0
+            if (is_text[:, :-1] & ~is_text[:, 1:]).any():
+                self.uncacheable = (
+                    "in an inference mode with a window, tokens that are followed by padding "
+                    "cannot be cached; pad on the left, or use use_cache=False"
+                )
         self.length = getattr(cache, "max_length", None)
         if self.mode.length_dependent and (self.length is None or self.length < self.total):
             self.length = None
