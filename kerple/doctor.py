@@ -32,7 +32,7 @@ from torch.utils.collect_env import get_pretty_env_info
 from kerple import __version__
 from kerple.attention import (
     AttentionCall,
-    Heads,
+    ExpectedCalls,
     Requirements,
     check_kernels,
     position_tables,
@@ -314,11 +314,16 @@ def _check_fused(
 ) -> Check:
     """The same check with the results of the fused kernels, in training and in decoding."""
     for training, kv_heads in itertools.product((True, False), KV_HEADS):
-        heads = Heads(HEADS, kv_heads, check.head_size)
-        verdicts = check_kernels(
-            method, heads, device, dtype, training=training, backend="fused", again=True
+        expected = ExpectedCalls(
+            method=method,
+            heads=HEADS,
+            kv_heads=kv_heads,
+            head_size=check.head_size,
+            device=device,
+            dtype=dtype,
+            training=training,
         )
-        for verdict in verdicts:
+        for verdict in check_kernels(expected, "fused", again=True):
             failure = verdict.failure
             if failure is not None and kv_heads < HEADS:
                 failure = f"{failure} (grouped queries)"

@@ -24,7 +24,7 @@ from kerple.attention.inference.scaling import (
     YarnTemperature,
 )
 from kerple.attention.span import FULL, Span
-from kerple.attention.startup import Heads, check_kernels, describe_choice
+from kerple.attention.startup import ExpectedCalls, check_kernels, describe_choice
 from kerple.attention.tables import PositionTables, jacobians, position_tables, score_table, tables
 
 __all__ = [
@@ -37,7 +37,7 @@ __all__ = [
     "Dispatcher",
     "Documents",
     "DynamicNtk",
-    "Heads",
+    "ExpectedCalls",
     "LogLength",
     "Mode",
     "PositionTables",

@@ -4,11 +4,9 @@ Legend: t key length, h heads, g key/value heads, d head size.
 """
 
 import itertools
-from dataclasses import replace
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from kerple.attention import self_check
 from kerple.attention.backend import Requirements
@@ -28,60 +26,63 @@ from kerple.attention.tables import position_tables
 from kerple.positional import PositionalMethod
 
 
-class Heads(NamedTuple):
-    """The heads of attention: h query heads and g key/value heads, of size d."""
+@dataclass(frozen=True, kw_only=True)
+class ExpectedCalls:
+    """What calls of attention will be like, before their tensors exist.
 
-    queries: int
-    keys: int
-    size: int
+    Attributes:
+        method: None for an absolute method.
+        heads, kv_heads, head_size: h, g and d.
+        device, dtype: of queries, keys and values.
+        training: calls have complete sequences and gradients; otherwise no gradients, and fewer
+            queries than keys.
+        windowed: calls have a window.
+        documents: calls have documents, in training.
+    """
+
+    method: PositionalMethod | None
+    heads: int
+    kv_heads: int
+    head_size: int
+    device: torch.device
+    dtype: torch.dtype
+    training: bool = False
+    windowed: bool = False
+    documents: bool = False
 
 
 def check_kernels(
-    method: PositionalMethod | None,
-    heads: Heads,
-    device: torch.device | str,
-    dtype: torch.dtype,
-    *,
-    training: bool,
-    backend: str = "auto",
-    windowed: bool = False,
-    documents: bool = False,
-    again: bool = False,
+    expected: ExpectedCalls, backend: str = "auto", *, again: bool = False
 ) -> list[self_check.Verdict]:
-    """Check the fused kernels that a method needs on a device (see `self_check`), if they would run
-    there.
+    """Check the fused kernels that the expected calls need (see `self_check`), if they would run on
+    the device.
 
     If this is not called, the first call of attention checks them.
 
-    Args:
-        dtype: of queries, keys and values.
-        training: check calls with complete sequences and gradients; otherwise calls without
-            gradients and with fewer queries than keys, with and without a window, and of lengths
-            that are and are not multiples of `self_check.ALIGNMENT`.
-        windowed: also check calls with a window in training.
-        documents: in training, calls have documents.
-        again: check even if this process already did.
+    With `training`, these are calls without a window, and with one if `windowed`. Without, they are
+    calls with and without a window, and of lengths that are and are not multiples of
+    `self_check.ALIGNMENT`. again: check even if this process already did.
 
     Returns the verdicts that were new to this process. Raises NotImplementedError if the configured
     backend does not support these calls on the device.
     """
     # The windows and lengths of the calls, which have different kernels.
+    training = expected.training
     spans = [Span()]
     lengths = [self_check.KV_LEN]
-    if windowed or not training:
+    if expected.windowed or not training:
         spans.append(Span(window=self_check.WINDOW))
     if not training:
         lengths.append(self_check.KV_LEN - self_check.ODD)
     name = ""
-    if method is not None:
-        name = type(method).__name__
+    if expected.method is not None:
+        name = type(expected.method).__name__
 
     # Check those that the fused backend would run.
     verdicts = []
     with torch.inference_mode(False), torch.set_grad_enabled(training):
         for span, length in itertools.product(spans, lengths):
-            query = torch.empty(1, heads.queries, length, heads.size, dtype=dtype, device=device)
-            call = _example(method, query, heads.keys, span, documents)
+            call = _example(expected, span, length)
             requirements = Requirements.of_call(call)
             chosen = choose(call, requirements, backend)
             if not again:
@@ -94,57 +95,41 @@ def check_kernels(
     return verdicts
 
 
-def _example(
-    method: PositionalMethod | None,
-    query: Tensor,
-    kv_heads: int,
-    span: Span,
-    documents: bool,
-) -> AttentionCall:
-    """A call of the kind that `check_kernels` checks, with the states of an uninitialized query
-    `[1, h, t, d]`; in training (with gradients enabled) of all positions, otherwise of the last.
+def _example(expected: ExpectedCalls, span: Span, length: int) -> AttentionCall:
+    """One of the expected calls, with uninitialized keys `[1, g, t, d]`; in training with a query
+    for each of them, otherwise for the last ones.
     """
+    training = expected.training
+    shape = 1, expected.heads, length, expected.head_size
+    query = torch.empty(shape, dtype=expected.dtype, device=expected.device)
+    key = query[:, :1].expand(-1, expected.kv_heads, -1, -1).clone().requires_grad_(training)
     # In decoding, the queries are the last positions of the keys.
-    _, heads, length, head_size = query.shape
-    training = torch.is_grad_enabled()
-    key = query[:, :1].expand(-1, kv_heads, -1, -1).clone().requires_grad_(training)
     if not training:
         query = query[:, :, self_check.ALIGNMENT :]
     call = AttentionCall(
         query=query.requires_grad_(training),
         key=key,
         value=key,
-        scale=head_size**-0.5,
-        method=method,
-        tables=position_tables(method, length, query.device, with_jacobians=training),
+        scale=expected.head_size**-0.5,
+        method=expected.method,
+        tables=position_tables(expected.method, length, query.device, with_jacobians=training),
         span=span,
     )
 
-    # A decay and documents have kernels of their own.
+    # A decay and documents have kernels of their own; scaled states have a call per document.
     if "decay" in call.hooks:
-        sums = query.new_zeros(1, heads, length, dtype=torch.float64)
-        call = replace(call, decay_sums=sums)
-    if documents and "scale_qk" not in call.hooks:  # scaled states have a call per document
-        one_document = Documents(torch.zeros(1, length, dtype=torch.long))
-        call = replace(call, documents=one_document)
+        call.decay_sums = query.new_zeros(shape[:3], dtype=torch.float64)
+    if expected.documents and "scale_qk" not in call.hooks:
+        call.documents = Documents(torch.zeros(1, length, dtype=torch.long))
     return call
 
 
-def describe_choice(
-    method: PositionalMethod | None,
-    backend: str,
-    device: torch.device | str,
-    dtype: torch.dtype = torch.bfloat16,
-    head_size: int = 64,
-    *,
-    windowed: bool = False,
-    documents: bool = False,
-) -> str:
-    """The backend that runs on a device, and why, for a log. All calls have a window, or documents,
-    if said so.
-    """
-    device = torch.device(device)
-    usual = Requirements.of(method, device=device, dtype=dtype, head_size=head_size)
+def describe_choice(expected: ExpectedCalls, backend: str = "auto") -> str:
+    """The backend that runs the expected calls, and why, for a log."""
+    method, device = expected.method, expected.device
+    usual = Requirements.of(
+        method, device=device, dtype=expected.dtype, head_size=expected.head_size
+    )
     on_gpu = device.type == "cuda"
 
     # Methods with scores of their own need memory for a chunk of scores.
@@ -164,10 +149,10 @@ def describe_choice(
     if method is not None:
         hooks = method.hooks
     has_tables = bool(hooks & {"bias", "weight"})
-    plain = fastest_backend(usual, 2, tables=has_tables, plain=not windowed)
+    plain = fastest_backend(usual, 2, tables=has_tables, plain=not expected.windowed)
     other = fastest_backend(usual, 2, tables=has_tables, plain=False)
-    masked = documents and "scale_qk" not in hooks
-    if documents:
+    masked = expected.documents and "scale_qk" not in hooks
+    if expected.documents:
         # One call of the fused kernels, or ordinary calls for documents of equal size.
         if masked and fused_is_fastest(usual, 2):
             plain = "fused"
@@ -175,7 +160,7 @@ def describe_choice(
 
     # Why, and for which calls.
     reason = f"fastest on {device.type} for this method"
-    could_be_fused = has_tables or usual.decay or windowed or masked
+    could_be_fused = has_tables or usual.decay or expected.windowed or masked
     if self_check.failure(usual) is not None:
         reason = "the fused kernels failed their self-check"
     elif could_be_fused and on_gpu:

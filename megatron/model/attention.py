@@ -17,6 +17,7 @@ from kerple.attention import (
     AttentionMode,
     Dispatcher,
     Documents,
+    ExpectedCalls,
     PositionTables,
     Requirements,
     attend_in_mode,
@@ -239,6 +240,23 @@ class SelfAttention(nn.Module):
             )
         return prepare_tables(tables, heads, max_kv_len, device)
 
+    def expected_calls(
+        self, device: torch.device, dtype: torch.dtype, **others: bool
+    ) -> ExpectedCalls:
+        """The calls of this layer, with the heads of all tensor-parallel ranks. others: `training`
+        and `documents`.
+        """
+        return ExpectedCalls(
+            method=self.positional,
+            heads=self.num_heads,
+            kv_heads=self.num_heads // self.queries_per_key,
+            head_size=self.head_size,
+            device=device,
+            dtype=dtype,
+            windowed=self.window is not None,
+            **others,
+        )
+
     def _local_jacobian(self, jacobian: TableJacobian | None) -> TableJacobian | None:
         if jacobian is None:
             return None
@@ -292,15 +310,7 @@ def describe_backends(
     choices = []
     for layer in model.modules():
         if isinstance(layer, SelfAttention):
-            choice = describe_choice(
-                layer.positional,
-                layer.backend,
-                device,
-                dtype,
-                layer.head_size,
-                windowed=layer.window is not None,
-                documents=documents,
-            )
-            choices.append(choice)
+            expected = layer.expected_calls(device, dtype, documents=documents)
+            choices.append(describe_choice(expected, layer.backend))
     # Most models have one choice for all layers.
     return "; in other layers ".join(dict.fromkeys(choices))

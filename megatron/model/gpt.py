@@ -36,6 +36,8 @@ from megatron.model.settings import ModelSettings
 
 # What is added to the residual: states [n, e] and a bias [e]. The next norm adds both.
 Update = tuple[Tensor | None, Tensor | None]
+# Window of a layer -> the tables of all layers with this window.
+SharedTables = dict[int | None, PositionTables]
 
 
 # -- the layers, from the embedding to the output --------------------------------------------------
@@ -67,7 +69,9 @@ class TransformerBlock(nn.Module):
         documents: Documents | None = None,
     ) -> Tensor:
         if cache is None and mode == DEFAULT_MODE and self.uses_kernels(hidden):
-            return _run_fused([self], hidden, [tables], documents)
+            flat = hidden.flatten(0, 1)  # [n, e]
+            flat, update = self.fused(flat, (None, None), hidden.shape, tables, documents)
+            return _added(flat, *update).view(hidden.shape)
 
         # Attention reads the normed states and adds to the residual.
         normed = self.input_layernorm(hidden)  # [b, s, e]
@@ -404,17 +408,17 @@ class GPT(nn.Module):
         group_size = self.checkpoint_every
         if cache is not None:
             # Decoding: each block appends its keys and values to its own cache.
-            for block, layer_cache, table in zip(blocks, cache.layers, tables, strict=True):
-                hidden = block(hidden, layer_cache, mode, table)
+            for block, layer_cache in zip(blocks, cache.layers, strict=True):
+                hidden = block(hidden, layer_cache, mode, tables.get(block.attention.window))
         elif mode != DEFAULT_MODE:
             # An inference mode over the whole text.
-            for block, table in zip(blocks, tables, strict=True):
-                hidden = block(hidden, None, mode, table)
+            for block in blocks:
+                hidden = block(hidden, None, mode, tables.get(block.attention.window))
         elif group_size and self.training and torch.is_grad_enabled():
             # Only the input of each group is stored; the backward pass computes the rest again.
             for first in range(0, len(blocks), group_size):
                 group = slice(first, first + group_size)
-                arguments = (blocks[group], hidden, tables[group], documents)
+                arguments = (blocks[group], hidden, tables, documents)
                 hidden = checkpoint(run_blocks, *arguments, use_reentrant=False)
         else:
             hidden = run_blocks(blocks, hidden, tables, documents)
@@ -422,26 +426,24 @@ class GPT(nn.Module):
 
     def shared_tables(
         self, hidden: Tensor, length: int, mode: AttentionMode = DEFAULT_MODE
-    ) -> list[PositionTables | None]:
-        """The tables of each layer for a text of `length` tokens. Layers with the same window share
-        them; None: the layer must compute its own, in its call.
+    ) -> SharedTables:
+        """The tables of the layers with each window, for a text of `length` tokens. They are built
+        before the blocks, so that recomputed activations read the same tensors. Empty if each layer
+        must compute its own, in its call.
         """
         # Only layers with one method can share its tables.
+        tables: SharedTables = {}
         layers = [block.attention for block in self.blocks]
-        separate: list[PositionTables | None] = [None] * len(layers)
         method = layers[0].rpe  # None for an absolute method
         if method is None or any(layer.rpe is not method for layer in layers):
-            return separate
+            return tables
         # ZeRO 3 gathers the method's parameters only during a layer's call.
         if any(hasattr(parameter, "ds_id") for parameter in method.parameters()):
-            return separate
-
-        # One for each width of the windows.
-        tables: dict[int | None, PositionTables | None] = {}
+            return tables
         for layer in layers:
             if layer.window not in tables:
                 tables[layer.window] = layer.position_tables(length, hidden, mode)
-        return [tables[layer.window] for layer in layers]
+        return tables
 
     def logits(self, hidden: Tensor) -> Tensor:
         """`[b, s, e] -> [b, s, v]`, gathered over the tensor-parallel ranks."""
@@ -472,29 +474,30 @@ class GPT(nn.Module):
 def run_blocks(
     blocks: list[TransformerBlock],
     hidden: Tensor,
-    tables: Sequence[PositionTables | None],
+    tables: SharedTables,
     documents: Documents | None,
 ) -> Tensor:
-    """`[b, s, e] -> [b, s, e]` without a cache, in the default mode; tables: one for each block."""
+    """`[b, s, e] -> [b, s, e]` without a cache, in the default mode."""
     if all(block.uses_kernels(hidden) for block in blocks):
         return _run_fused(blocks, hidden, tables, documents)
-    for block, table in zip(blocks, tables, strict=True):
-        hidden = block(hidden, tables=table, documents=documents)
+    for block in blocks:
+        hidden = block(hidden, tables=tables.get(block.attention.window), documents=documents)
     return hidden
 
 
 def _run_fused(
     blocks: Sequence[TransformerBlock],
     hidden: Tensor,
-    tables: Sequence[PositionTables | None],
+    tables: SharedTables,
     documents: Documents | None,
 ) -> Tensor:
     """Like `run_blocks`, with the functions of `fused_block.py`."""
     # Each block leaves its last addition to the norm of the next one.
     flat = hidden.flatten(0, 1)  # [n, e]
     update: Update = (None, None)
-    for block, table in zip(blocks, tables, strict=True):
-        flat, update = block.fused(flat, update, hidden.shape, table, documents)
+    for block in blocks:
+        shared = tables.get(block.attention.window)
+        flat, update = block.fused(flat, update, hidden.shape, shared, documents)
     # The last addition, and the shape [b, s, e] again.
     return _added(flat, *update).view(hidden.shape)
 

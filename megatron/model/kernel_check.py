@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from kerple.attention import Heads, Requirements, self_check
+from kerple.attention import Requirements, self_check
 from kerple.attention import check_kernels as check_attention_kernels
 from megatron.model import fused_block, loss
 from megatron.model.attention import SelfAttention
@@ -55,20 +55,11 @@ def check_kernels(
 
     # The kernels of one attention layer, of a block, and of all attention layers on this rank.
     def check(layer: SelfAttention) -> list[self_check.Verdict]:
-        heads = (layer.local_heads.stop - layer.local_heads.start) * layer.tp.size
         # Dropout needs another backend, so only validation runs the kernels.
         with_gradients = training and not layer.dropout
+        expected = layer.expected_calls(device, dtype, training=with_gradients, documents=documents)
         try:
-            return check_attention_kernels(
-                layer.positional,
-                Heads(heads, heads // layer.queries_per_key, layer.head_size),
-                device,
-                dtype,
-                training=with_gradients,
-                backend=layer.backend,
-                windowed=layer.window is not None,
-                documents=documents,
-            )
+            return check_attention_kernels(expected, layer.backend)
         except NotImplementedError as error:
             raise UserError(str(error)) from None
 

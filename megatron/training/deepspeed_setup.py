@@ -62,9 +62,8 @@ class PatchedEngine(DeepSpeedEngine):
     """DeepSpeed's engine for a model that is not a pipeline."""
 
     def __init__(self, *args: Any, **keywords: Any) -> None:
-        """Take the arguments of DeepSpeedEngine. Replace DeepSpeed's optimizers with
-        `PatchedBF16Optimizer` or `DeviceOnlyBF16Optimizer`, and `PatchedZeroOptimizer`: afterwards,
-        because DeepSpeed compares their exact types while it builds the engine.
+        """Take the arguments of DeepSpeedEngine. Turn the optimizer that it builds into a
+        `PatchedBF16Optimizer`, `DeviceOnlyBF16Optimizer` or `PatchedZeroOptimizer`.
 
         Upstream: BF16_Optimizer's constructor prints memory reports and runs the garbage collector
             for each of them.
@@ -76,6 +75,13 @@ class PatchedEngine(DeepSpeedEngine):
         if on_device:
             adam = sys.modules["torch.optim.adam"]
             check_parameters("torch", adam, "adam", "grad_scale", "found_inf")
+
+        # The classes change after construction. `_configure_bf16_optimizer` and
+        # `_configure_zero_optimizer` of DeepSpeedEngine name the classes that they build; no key
+        # and no argument selects a subclass (`zero_allow_untested_optimizer` is about the optimizer
+        # inside). And PipelineEngine.__init__ compares the type: with a subclass of BF16_Optimizer
+        # it would set `using_bf16_optimizer` to False, and then look for gradients in
+        # `parameter.grad`.
         if type(optimizer) is BF16_Optimizer:
             optimizer.__class__ = PatchedBF16Optimizer
             if on_device:

@@ -8,12 +8,13 @@ import pytest
 import torch
 
 from kerple import doctor
-from kerple.attention import Heads, check_kernels, dispatch, self_check
+from kerple.attention import ExpectedCalls, check_kernels, dispatch, self_check
 from kerple.attention.self_check import relative_errors, small_call
 from kerple.positional import ModelShape, build
 from tests.support.simulated_cuda import SimulatedCuda, move_to_cuda
 
 SHAPE = ModelShape(num_heads=4, head_size=64, hidden_size=256, num_layers=1, max_positions=512)
+SIZES = {"heads": 4, "kv_heads": 4, "head_size": 64, "device": torch.device("cuda")}
 
 
 @pytest.mark.parametrize(
@@ -33,7 +34,7 @@ def test_the_comparison(method, dtype, monkeypatch):
     with SimulatedCuda() as device:
         positional = move_to_cuda(build(method, SHAPE), None)
         for training in (True, False):
-            check_kernels(positional, Heads(4, 4, 64), "cuda", dtype, training=training)
+            check_kernels(ExpectedCalls(method=positional, dtype=dtype, training=training, **SIZES))
         assert [call.span.window is None for call in calls] == [True, True, True, False, False]
         for call, gradients in zip(calls, (True, False, False, False, False), strict=True):
             device.reset()
@@ -53,9 +54,8 @@ def test_the_comparison(method, dtype, monkeypatch):
 def test_simulated_tensors_are_not_checked():
     with SimulatedCuda() as device:
         method = move_to_cuda(build("kerple_log", SHAPE), None)
-        verdicts = check_kernels(
-            method, Heads(4, 4, 64), "cuda", torch.bfloat16, training=True, backend="fused"
-        )
+        expected = ExpectedCalls(method=method, dtype=torch.bfloat16, training=True, **SIZES)
+        verdicts = check_kernels(expected, "fused")
         assert verdicts == []
         assert device.kernels["triton.forward_kernel"] == 0
 

@@ -21,7 +21,6 @@ from torch import Tensor
 
 from .attention_attend import attend_in_mode
 from .attention_backend import Requirements, without_autocast
-from .attention_call import AttentionCall
 from .attention_chunked import CHUNKED
 from .attention_documents import Documents
 from .attention_flex import FLEX
@@ -29,10 +28,9 @@ from .attention_mode import AttentionMode
 from .attention_parts import run, run_documents
 from .attention_reference import REFERENCE
 from .attention_sdpa import SDPA
-from .attention_span import Span
-from .attention_tables import NO_TABLES, position_tables
+from .attention_tables import position_tables
 from .cache_kerple import ModeCache
-from .positional_decay import append_decay, appended_sums, decay_sums, extra_dimensions
+from .positional_decay import append_decay, appended_sums, decay_sums
 
 BACKENDS = {"eager": CHUNKED, "sdpa": SDPA, "flex_attention": FLEX}
 POSITION_HOOKS = {"embed", "rotate", "modify_scores", "scale_qk"}
@@ -42,10 +40,11 @@ PACKING = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "se
 IGNORED = ("cache_position", *PACKING)
 
 
-def implementations(hooks, mode):
-    """Those of methods with these hooks, in an inference mode (None: as in training)."""
-    needed = Requirements(weight="weight" in hooks, modify_scores="modify_scores" in hooks)
-    names = [name for name in BACKENDS if BACKENDS[name].unsupported_reason(needed) is None]
+def implementations(requirements, mode=None):
+    """Those that support calls with these requirements, in an inference mode (None: as in
+    training).
+    """
+    names = [name for name in BACKENDS if BACKENDS[name].unsupported_reason(requirements) is None]
     return [name for name in names if mode is None or name != "flex_attention"]
 
 
@@ -60,6 +59,12 @@ def check_ignored(arguments, position_ids):
             raise ValueError(
                 f"{name}: packed sequences need position_ids that begin at 0 in each of them"
             )
+
+
+def static_cache_length(cache):
+    """The number of places of a static cache; None for other caches, and without one."""
+    layers = getattr(cache, "layers", ())
+    return getattr(next(iter(layers), None), "max_cache_len", None)
 
 
 @dataclass
@@ -93,65 +98,60 @@ class Layout:
         Raises ValueError for a mask that is not `[b, t]`, for positions that are not consecutive in
         a text, and for a cache that does not fit the mode.
         """
-        (batch, new), device, layers = hidden.shape[:2], hidden.device, getattr(cache, "layers", ())
-        if mode is not None and any(hasattr(layer, "max_cache_len") for layer in layers):
+        batch, new, _ = hidden.shape
+        static_length = static_cache_length(cache)
+        if mode is not None and static_length is not None:
             raise ValueError(
                 "static caches are not supported in an inference mode; use a dynamic one"
             )
-        hooks = frozenset().union(*(method.hooks for method in methods))
-        needs_positions = mode is not None or bool(hooks & POSITION_HOOKS)
-
-        # The number of cached tokens, which a static cache changes in place. In graphs without
-        # breaks values are unknown, so they are only possible without positions.
+        reads_positions = any(method.hooks & POSITION_HOOKS for method in methods)
+        needs_positions = reads_positions or mode is not None
+        # In graphs without breaks values are unknown, so they are only possible without positions.
         traced = torch.compiler.is_compiling() and not needs_positions
-        cached = 0
-        if cache is not None:
-            cached = cache.get_seq_length()
-        is_static = traced and isinstance(cached, Tensor)
-        if is_static:
-            layout = cls(cached.clone(), layers[0].max_cache_len, mode)
-        else:
-            layout = cls(int(cached), int(cached) + new, mode)
+        layout = cls._after_cache(cache, new, static_length, traced, mode)
 
-        # The texts, and the positions in them, of all tokens `[b, t]`; the places of the new ones.
-        places = torch.arange(new, device=device) + layout.cached
-        positions = torch.arange(layout.total, device=device).expand(batch, -1)
-        ids, text, has_documents = torch.zeros_like(positions), None, is_static
+        # Each row is one text, unless the mask or position_ids say otherwise. The unused places of
+        # a static cache count as tokens in a graph.
+        places = torch.arange(new, device=hidden.device) + layout.cached
+        positions = torch.arange(layout.total, device=hidden.device).expand(batch, -1)
+        rows = texts = Documents(torch.zeros_like(positions), positions, places)
         if attention_mask is not None:
-            longest = None
-            if layers:
-                longest = getattr(layers[0], "max_cache_len", None)
-            text = layout._text(attention_mask, batch, longest, traced)
-        if text is not None:
-            layout.padding, has_documents = ~text[:, places], True
-            ids, positions = text.long() - 1, (text.long().cumsum(dim=1) - 1).clamp(min=0)
+            texts = layout._padded(texts, attention_mask, static_length, traced)
         if position_ids is not None and (needs_positions or new > 1):
             given = position_ids.expand(batch, new)
-            renumbered = layout._renumbered(given, ids, positions, places, needs_positions)
-            if renumbered is not None:
-                (ids, positions), has_documents = renumbered, True
+            texts = layout._renumbered(texts, given, needs_positions)
+        if texts is not rows or isinstance(layout.cached, Tensor):
+            layout.documents = texts
 
         # Only what is needed, because positions on the CPU wait for the device.
-        if needs_positions and has_documents:
-            layout.positions = positions[:, places].cpu()
+        if needs_positions and layout.documents is not None:
+            layout.positions = texts.positions[:, places].cpu()
         elif needs_positions:
             layout.positions = torch.arange(layout.cached, layout.total, device="cpu")[None]
         if mode is not None:
-            layout._fit_mode(cache, ids, has_documents)
-        if has_documents:
-            if isinstance(cache, ModeCache):
-                ids, positions = cache.kept(ids, positions)
-                places = None  # the last ones
-            layout.documents = Documents(ids, positions, places)
+            layout._fit_mode(cache)
+        if layout.documents is not None and isinstance(cache, ModeCache):
+            layout.documents = Documents(*cache.kept(texts.ids, texts.positions))
         return layout
 
-    def _renumbered(self, given, ids, positions, places, needs_positions):
-        """The texts and positions that follow from position_ids `[b, s]`, if they differ from
-        `ids` and `positions` `[b, t]`; otherwise None. Raises ValueError if they are not possible.
+    @classmethod
+    def _after_cache(cls, cache, new, static_length, traced, mode):
+        """The numbers of cached and of all tokens, for `new` tokens after those in a cache."""
+        cached = 0
+        if cache is not None:
+            cached = cache.get_seq_length()
+        # A static cache changes its number of tokens in place.
+        if traced and isinstance(cached, Tensor):
+            return cls(cached.clone(), static_length, mode)
+        return cls(int(cached), int(cached) + new, mode)
+
+    def _renumbered(self, texts, given, needs_positions):
+        """The texts and positions that follow from position_ids `[b, s]`; `texts` themselves if
+        these are the same. Raises ValueError if they are not possible.
         """
         # Every jump starts another text of the row; after padding, every position that is not
         # larger than the last one before it.
-        is_text = ids[:, places] == 0
+        is_text = texts.ids[:, texts.queries] == 0
         places_of_text = torch.arange(given.shape[1], device=given.device) * is_text
         last = given.gather(1, places_of_text.cummax(dim=1).values)[:, :-1]  # of text, so far
         step, after_text = given[:, 1:] - last, is_text[:, :-1]
@@ -165,42 +165,41 @@ class Layout:
             self.uncacheable = (
                 "packed sequences (position_ids with jumps) cannot be cached; use use_cache=False"
             )
-            texts = F.pad(jumps, (1, 0)).cumsum(dim=1)
-            return texts.masked_fill(~is_text, -1), given
+            ids = F.pad(jumps, (1, 0)).cumsum(dim=1)
+            return Documents(ids.masked_fill(~is_text, -1), given, texts.queries)
 
         # Without jumps, a row may start at another position.
         if not needs_positions:
-            return None
+            return texts
         first = is_text.long().argmax(dim=1, keepdim=True)
-        shift = (given - positions[:, places]).gather(1, first)
+        shift = (given - texts.positions[:, texts.queries]).gather(1, first)
         shift = shift * is_text.any(dim=1, keepdim=True)
         if not shift.any():
-            return None
+            return texts
         if self.mode is not None:
             raise ValueError(
                 "in an inference mode, position_ids must count the tokens of each text from 0"
             )
-        return ids, positions + shift
+        return Documents(texts.ids, texts.positions + shift, texts.queries)
 
-    def _text(
-        self, attention_mask: Tensor, batch: int, max_cache_len: int | None, traced: bool
-    ) -> Tensor | None:
-        """Bool `[b, t]`, False for padding; None if there is none. max_cache_len: size of a
-        static cache, whose mask may be as long, because its last places are empty. Raises
-        ValueError for another shape or other values.
+    def _padded(self, texts, attention_mask, static_length, traced):
+        """The texts without the padding in the mask `[b, t]`; `texts` themselves if there is none.
+        static_length: size of a static cache, whose mask may be as long, because its last places
+        are empty. Raises ValueError for another shape or other values.
         """
-        expected = [batch, self.total]
-        if list(attention_mask.shape) not in (expected, [batch, max_cache_len]):
+        batch, length = texts.ids.shape
+        if list(attention_mask.shape) not in ([batch, length], [batch, static_length]):
             raise ValueError(
-                f"attention_mask must be {expected}, for cached and new tokens, not "
+                f"attention_mask must be {[batch, length]}, for cached and new tokens, not "
                 f"{[*attention_mask.shape]}"
             )
-        text = attention_mask[:, : self.total] == 1
+        mask = attention_mask[:, :length]
+        text = mask == 1
         if not traced and text.all():
-            return None
+            return texts
 
         # Additive masks, and masks that number documents.
-        known = text | (attention_mask[:, : self.total] == 0)
+        known = text | (mask == 0)
         message = (
             "attention_mask must contain only 1 for tokens and 0 for padding; to separate "
             "documents, give position_ids that begin at 0 in each of them"
@@ -209,16 +208,19 @@ class Layout:
             torch._assert_async(known.all(), message)
         elif not known.all():
             raise ValueError(message)
-        return text
+        self.padding = ~text[:, texts.queries]
+        positions = text.long().cumsum(dim=1) - 1
+        return Documents(text.long() - 1, positions.clamp(min=0), texts.queries)
 
-    def _fit_mode(self, cache, ids: Tensor, has_documents: bool) -> None:
-        """ids: of the texts `[b, t]`, negative for padding."""
-        is_window = self.mode.span.window is not None
-        if is_window and has_documents and ((ids[:, :-1] >= 0) & (ids[:, 1:] < 0)).any():
-            self.uncacheable = (
-                "in an inference mode with a window, tokens that are followed by padding cannot be "
-                "cached; pad on the left, or use use_cache=False"
-            )
+    def _fit_mode(self, cache) -> None:
+        """The length of the mode's texts, and whether its cache can continue them."""
+        if self.mode.span.window is not None and self.documents is not None:
+            is_text = self.documents.ids >= 0
+            if (is_text[:, :-1] & ~is_text[:, 1:]).any():
+                self.uncacheable = (
+                    "in an inference mode with a window, tokens that are followed by padding "
+                    "cannot be cached; pad on the left, or use use_cache=False"
+                )
         self.length = getattr(cache, "max_length", None)
         if self.mode.length_dependent and (self.length is None or self.length < self.total):
             self.length = None
@@ -275,73 +277,54 @@ def tables_of(method, length, device, distance_map=None):
         return position_tables(method, length, device, distance_map=distance_map)
 
 
-def attend(
-    query, key, value, method, tables, layout, window, dropout, implementation, output_attentions
-):
-    """The context `[b, h, s, d]` and the probabilities `[b, h, s, t]`, or None without
-    `output_attentions`.
+def attend(call, implementation, output_attentions):
+    """The context `[b, h, s, d]` of a call as in training, and the probabilities `[b, h, s, t]`, or
+    None without `output_attentions`.
 
-    query `[b, h, s, d]` are the new tokens, key and value `[b, g, t, d]` the cached and new ones.
-    If a static cache has unused places after them, their probabilities are 0. window: number of
-    keys that a query sees; None: all.
+    The call's query `[b, h, s, d]` are the new tokens, its key and value `[b, g, t, d]` the cached
+    and new ones. Raises ValueError for tensors that do not fit together, and for an implementation
+    that does not support the call.
     """
-    # The places of a static cache that are in use.
-    places, group = key.shape[2], query.shape[1] // key.shape[1]
-    key, value = key[:, :, : layout.total], value[:, :, : layout.total]
-    extra, applied, dropped = 0, method, 0
-    if "decay" in method.hooks:  # it is a part of query and key
-        extra, applied = extra_dimensions(key.dtype, group), None
-    if layout.documents is None:
-        dropped = layout.total - key.shape[2]
-    in_mode = layout.mode is not None
-    if in_mode:
-        applied, tables = None, NO_TABLES
-    call = AttentionCall(
-        query=query,
-        key=key,
-        value=value,
-        scale=(query.shape[3] - extra) ** -0.5,
-        method=applied,
-        tables=tables,
-        span=Span(window),
-        documents=layout.documents,
-        dropout_p=dropout,
-        dropped=dropped,
-    ).validate()
-
-    # With output_attentions, the reference computes the probabilities.
-    backend = BACKENDS[implementation]
-    if output_attentions:
-        backend = REFERENCE
-    reason = backend.unsupported_reason(Requirements.of_call(call))
-    if reason is not None:
-        raise ValueError(f"attn_implementation {implementation} {reason}; use another one")
-
-    # An inference mode.
-    if in_mode:
-        parts = {"method": method, "layout": layout, "backend": backend}
-        if layout.documents is None:
-            return attend_to_text_in_mode(call, **parts), None
-        attend_to_text = partial(attend_to_text_in_mode, **parts)
-        return run_documents(call, layout.documents, attend_to_text), None
-
-    # All keys.
-    masks_documents = backend.masks_documents
+    call.validate()
     if not output_attentions:
-        return run(call, backend.compute, masks_documents=masks_documents), None
+        backend = supporting_backend(call, implementation)
+        return run(call, backend.compute, masks_documents=backend.masks_documents), None
 
-    # If the value of a key has a dimension of its own, the context is the probabilities.
-    own = torch.eye(key.shape[2], dtype=key.dtype, device=key.device)
-    call = replace(call, value=own.expand(*key.shape[:2], -1, -1))
-    probabilities = run(call, backend.compute, masks_documents=masks_documents)
-    context = probabilities @ value.repeat_interleave(group, dim=1)
-    if places > key.shape[2]:
-        probabilities = F.pad(probabilities, (0, places - key.shape[2]))
-    return context, probabilities
+    # The reference supports every call. If the value of a key has a dimension of its own, the
+    # context is the probabilities.
+    batch, heads, length, _ = call.key.shape
+    own = torch.eye(length, dtype=call.key.dtype, device=call.key.device)
+    values_of_keys = own.expand(batch, heads, -1, -1)
+    probabilities = run(replace(call, value=values_of_keys), REFERENCE.compute)
+    value = call.value.repeat_interleave(call.queries_per_kv, dim=1)
+    return probabilities @ value, probabilities
+
+
+def attend_in_inference_mode(call, method, layout, implementation):
+    """The context `[b, h, s, d]` of a call without method and tables, in the layout's inference
+    mode. Shapes and errors are those of `attend`.
+    """
+    call.validate()
+    backend = supporting_backend(call, implementation)
+    options = {"method": method, "layout": layout, "backend": backend}
+    attend_to_text = partial(attend_to_text_in_mode, **options)
+    if call.documents is None:
+        return attend_to_text(call)
+    return run_documents(call, call.documents, attend_to_text)
+
+
+def supporting_backend(call, implementation):
+    """The backend of an `attn_implementation`. Raises ValueError if it cannot compute the call."""
+    requirements = Requirements.of_call(call)
+    reason = BACKENDS[implementation].unsupported_reason(requirements)
+    if reason is not None:
+        supported = ", ".join(implementations(requirements))
+        raise ValueError(f"attn_implementation {implementation} {reason}; choose from {supported}")
+    return BACKENDS[implementation]
 
 
 def attend_to_text_in_mode(call, method, layout, backend):
-    """`attend` in an inference mode: one text of each row, with keys before rotation, and without
+    """`attend_in_inference_mode` for one text of each row, with keys before rotation, and without
     keys that its cache has dropped.
     """
     if call.dropout_p:

@@ -9,7 +9,9 @@ import torch.nn.functional as F
 from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from .attention_kerple import attend, tables_of
+from .attention_call import AttentionCall
+from .attention_kerple import attend, attend_in_inference_mode, tables_of
+from .attention_span import Span
 from .attention_tables import PositionTables
 from .positional_base import ModelShape
 from .positional_method import NAME, Method
@@ -125,15 +127,47 @@ class KerpleAttention(nn.Module):
             places = {"cache_position": torch.arange(new, device=hidden.device) + layout.cached}
             key, value = cache.update(key, value, self.layer_idx, places)
 
-        # Attention, without the dimensions of a decay.
-        window, implementation = self.config.attention_window, self.config._attn_implementation
+        # Attention, without the dimensions of a decay. Unused places of a static cache have
+        # probability 0.
+        call = self.call(query, key, value, method, tables, layout)
+        implementation, probabilities = self.config._attn_implementation, None
+        if layout.mode is None:
+            context, probabilities = attend(call, implementation, output_attentions)
+        else:
+            context = attend_in_inference_mode(call, method, layout, implementation)
+        unused = key.shape[2] - call.kv_len
+        if unused and output_attentions:
+            probabilities = F.pad(probabilities, (0, unused))
+        context = context[..., : self.config.head_dim].transpose(1, 2)  # [b, s, h, d]
+        return self.dense(context.reshape(batch, new, -1)), probabilities
+
+    def call(self, query, key, value, method, tables, layout):
+        """The call of attention for query `[b, h, s, d]`, and for key and value `[b, g, t, d]` with
+        unused places of a static cache after them.
+        """
+        # A decay is a part of query and key. In an inference mode, a method applies to each text.
+        applied = None
+        if layout.mode is None and "decay" not in method.hooks:
+            applied = method
         dropout = 0.0
         if self.training:
             dropout = self.config.attention_dropout
-        options = (window, dropout, implementation, output_attentions)
-        context, probabilities = attend(query, key, value, method, tables, layout, *options)
-        context = context[..., : self.config.head_dim].transpose(1, 2)  # [b, s, h, d]
-        return self.dense(context.reshape(batch, new, -1)), probabilities
+        key, value = key[:, :, : layout.total], value[:, :, : layout.total]
+        dropped = 0
+        if layout.documents is None:
+            dropped = layout.total - key.shape[2]
+        return AttentionCall(
+            query=query,
+            key=key,
+            value=value,
+            scale=self.config.head_dim**-0.5,
+            method=applied,
+            tables=tables,
+            span=Span(self.config.attention_window),
+            documents=layout.documents,
+            dropout_p=dropout,
+            dropped=dropped,
+        )
 
 
 class KerpleMLP(nn.Module):

@@ -21,6 +21,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils.generic import can_return_tuple
 
+from .attention_backend import Requirements
 from .attention_kerple import Layout, check_ignored, implementations, tables_of
 from .attention_mode import FULL_MODE, parse_mode
 from .attention_tables import NO_TABLES
@@ -88,8 +89,7 @@ class KerplePreTrainedModel(PreTrainedModel):
             layers = range(self.config.num_hidden_layers)
             methods = [make_positional(self.config, layer) for layer in layers]
         mode = inference_mode(self.config, methods)
-        hooks = frozenset().union(*(method.hooks for method in methods))
-        supported = implementations(hooks, mode)
+        supported = implementations(Requirements.of(*methods), mode)
         if requested_attention is None:
             if "sdpa" in supported:
                 return "sdpa"

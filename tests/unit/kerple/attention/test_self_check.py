@@ -12,7 +12,7 @@ pytest.importorskip("triton")
 from kerple.attention import (
     Attention,
     AttentionCall,
-    Heads,
+    ExpectedCalls,
     PositionTables,
     Requirements,
     Span,
@@ -32,7 +32,9 @@ from tests.support.self_check import install_kernels, use_cpu_as_gpu
 
 CPU = torch.device("cpu")
 SHAPE = ModelShape(num_heads=2, head_size=16, hidden_size=32, num_layers=1, max_positions=64)
-SIZES = Heads(2, 2, 16), CPU, torch.float32
+EXPECTED = ExpectedCalls(
+    method=None, heads=2, kv_heads=2, head_size=16, device=CPU, dtype=torch.float32, training=True
+)
 
 
 @pytest.fixture(autouse=True)
@@ -87,10 +89,14 @@ def kernels(monkeypatch):
     return partial(install_kernels, monkeypatch)
 
 
+def expected_calls(method: str, **others: object) -> ExpectedCalls:
+    return replace(EXPECTED, method=build(method, SHAPE), **others)
+
+
 def check(
     method: str = "kerple_log", backend: str = "auto", *, training: bool = True
 ) -> list[Verdict]:
-    return check_kernels(build(method, SHAPE), *SIZES, training=training, backend=backend)
+    return check_kernels(expected_calls(method, training=training), backend)
 
 
 def random_call(backend: str = "auto") -> torch.Tensor:
@@ -129,14 +135,12 @@ def test_the_kernels_pass(method):
 @pytest.mark.parametrize("method", primary_names())
 def test_every_method_has_a_backend_for_documents(method, monkeypatch):
     monkeypatch.setattr(startup, "check_fused", lambda *_: None)
-    assert check_kernels(build(method, SHAPE), *SIZES, training=True, documents=True) == []
+    assert check_kernels(expected_calls(method, documents=True)) == []
 
 
 def test_the_kernels_pass_with_documents_grouped_queries_and_windows():
-    options = {"training": True, "backend": "fused", "documents": True, "windowed": True}
-    verdicts = check_kernels(
-        build("kerple_power_ap_ap", SHAPE), Heads(2, 1, 16), *SIZES[1:], **options
-    )
+    expected = expected_calls("kerple_power_ap_ap", kv_heads=1, documents=True, windowed=True)
+    verdicts = check_kernels(expected, "fused")
     assert [verdict.failure for verdict in verdicts] == [None, None]
     assert "weight, grouped, documents, gradients" in str(verdicts[0])
     assert "weight, window, grouped, documents, gradients" in str(verdicts[1])
@@ -153,9 +157,7 @@ def test_the_kernels_pass_with_documents_grouped_queries_and_windows():
 def test_half_precision_is_far_from_the_limits(method, dtype):
     torch.manual_seed(0)
     with interpreted_bfloat16():
-        (verdict,) = check_kernels(
-            build(method, SHAPE), *SIZES[:2], dtype, training=True, backend="fused"
-        )
+        (verdict,) = check_kernels(expected_calls(method, dtype=dtype), "fused")
     assert max(verdict.errors.values()) < self_check.MAX_ERROR[dtype] / 3
 
 
@@ -204,7 +206,7 @@ def test_auto_uses_another_backend_after_a_failure(kernels, capsys):
     random_call()
     assert len(calls) == 1
     assert capsys.readouterr().err == ""
-    choice = describe_choice(build("kerple_log", SHAPE), "auto", CPU, torch.float32, 16)
+    choice = describe_choice(expected_calls("kerple_log"))
     assert choice == "chunked (auto: the fused kernels failed their self-check)"
 
 

@@ -4,8 +4,9 @@ from dataclasses import replace
 from types import ModuleType
 
 import pytest
+import torch
 
-from kerple.attention import describe_choice, dispatch
+from kerple.attention import ExpectedCalls, describe_choice, dispatch
 from kerple.attention.backends.triton import launch
 from kerple.positional import ModelShape, build
 
@@ -20,8 +21,14 @@ def fused_available(monkeypatch):
     monkeypatch.setitem(dispatch.BACKENDS, "fused", available)
 
 
+def expected_calls(name, device, **options):
+    method = name and build(name, SHAPE)
+    states = {"heads": 2, "kv_heads": 2, "head_size": 64, "dtype": torch.bfloat16}
+    return ExpectedCalls(method=method, device=torch.device(device), **states, **options)
+
+
 def choice(name, device, **options):
-    return describe_choice(build(name, SHAPE), "auto", device, **options)
+    return describe_choice(expected_calls(name, device, **options))
 
 
 def test_the_choice_is_described(fused_available):
@@ -37,7 +44,7 @@ def test_the_choice_is_described(fused_available):
     assert choice("kerple_log", "cpu", documents=True).startswith("chunked (auto")
     assert choice("xpos", "cuda", documents=True).startswith("sdpa (auto")
     assert choice("dape", "cuda").startswith("chunked (auto")
-    assert describe_choice(None, "reference", "cpu") == "reference (as configured)"
+    assert describe_choice(expected_calls(None, "cpu"), "reference") == "reference (as configured)"
 
 
 def test_without_triton_auto_chooses_other_backends_on_a_gpu(monkeypatch):
@@ -50,7 +57,7 @@ def test_without_triton_auto_chooses_other_backends_on_a_gpu(monkeypatch):
     for (name, windowed), backend in backends.items():
         expected = f"{backend} (auto: fused needs Triton, which is not installed)"
         assert choice(name, "cuda", windowed=windowed) == expected
-    for method, documents in ((None, False), (build("xpos", SHAPE), True)):
-        described = describe_choice(method, "auto", "cuda", documents=documents)
+    for name, documents in ((None, False), ("xpos", True)):
+        described = choice(name, "cuda", documents=documents)
         assert described.startswith("sdpa")
         assert described.endswith("(auto: fastest on cuda for this method)")

@@ -2,11 +2,13 @@
 of `kerple.attention.self_check` and `megatron.model.loss`.
 """
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
 
-from kerple.attention import Requirements, self_check
+from kerple.attention import ExpectedCalls, Requirements, self_check
 from kerple.attention.self_check import Verdict
 from megatron.model import fused_block, kernel_check, loss
 from megatron.model.kernel_check import check_kernels
@@ -32,13 +34,11 @@ def ranks(monkeypatch):
         other: list[Verdict],
         other_loss: str | None = None,
         other_block: str | None = None,
-    ) -> list[tuple]:
+    ) -> list[ExpectedCalls]:
         checks = []
 
-        def check(method, heads, device, dtype, *, training, backend, windowed, documents):
-            checks.append(
-                (device, dtype, heads.queries, heads.size, training, heads.keys, windowed)
-            )
+        def check(expected, backend):
+            checks.append(expected)
             return own
 
         monkeypatch.setattr(kernel_check, "check_attention_kernels", check)
@@ -123,8 +123,10 @@ def test_what_is_checked(ranks, dropout, training, with_gradients):
         small_gpt("kerple_log", attention_dropout=dropout, num_kv_heads=2, sliding_window_width=8),
         training=training,
     )
-    expected = (DEVICE, torch.bfloat16, 4, 8, with_gradients)
-    assert checks == [(*expected, 4, False), (*expected, 2, True)]
+    sizes = {"heads": 4, "kv_heads": 4, "head_size": 8, "device": DEVICE, "dtype": torch.bfloat16}
+    expected = ExpectedCalls(method=None, training=with_gradients, **sizes)
+    others = replace(expected, kv_heads=2, windowed=True)
+    assert [replace(check, method=None) for check in checks] == [expected, others]
 
 
 def test_a_rank_whose_block_kernels_fail(ranks):

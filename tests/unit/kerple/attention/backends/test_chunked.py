@@ -2,12 +2,20 @@
 and memory.
 """
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from kerple.attention import FULL, Attention, attend, describe_choice, position_tables
+from kerple.attention import (
+    FULL,
+    Attention,
+    ExpectedCalls,
+    attend,
+    describe_choice,
+    position_tables,
+)
 from kerple.attention.backends import chunk_plan
 from kerple.attention.backends.chunk_plan import modify_budget
 from kerple.positional import ModelShape, PositionalMethod, build
@@ -294,9 +302,11 @@ def test_chunks_of_modified_scores_fit_the_gpu(memory_gib, mib, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     assert modify_budget(torch.device("cuda")) == mib * 2**20
-    choice = describe_choice(make_method("fire"), "auto", "cuda")
+    sizes = {"heads": 4, "kv_heads": 4, "head_size": 64, "dtype": torch.bfloat16}
+    on_gpu = ExpectedCalls(method=make_method("fire"), device=torch.device("cuda"), **sizes)
+    choice = describe_choice(on_gpu)
     assert choice.endswith(f"modify_scores), in chunks of at most {mib} MiB of scores on this GPU")
-    assert "MiB" not in describe_choice(make_method("fire"), "auto", "cpu")
+    assert "MiB" not in describe_choice(replace(on_gpu, device=torch.device("cpu")))
 
 
 def training_memory(length: int, backend: str) -> int:

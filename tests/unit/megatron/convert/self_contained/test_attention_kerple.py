@@ -245,20 +245,18 @@ def test_masks_of_another_shape_or_with_other_values_are_rejected(pos_emb):
 def test_calls_are_validated():
     """As in `attend`: tensors that do not fit would be broadcast."""
     model, states = load(export("alibi")[1]), torch.randn(2, 4, 6, 8)
-    modeling = sys.modules[type(model).__module__]
-    layout = modeling.Layout(cached=0, total=6)
-    arguments = (
-        states,
-        states[:1],
-        states,
-        model.gpt_neox.positional,
-        modeling.NO_TABLES,
-        layout,
-        None,
-        0.0,
-    )
+    layers = sys.modules[type(model.gpt_neox.layers[0]).__module__]
+    call = layers.AttentionCall(query=states, key=states[:1], value=states, scale=1.0)
     with pytest.raises(ValueError, match=r"key \[1, 4, 6, 8\]"):
-        sys.modules[modeling.Layout.__module__].attend(*arguments, "eager", output_attentions=False)
+        layers.attend(call, "eager", output_attentions=False)
+
+
+def test_calls_that_an_implementation_does_not_support():
+    theirs = load(export("kerple_log")[1], attn_implementation="flex_attention")
+    theirs.config.attention_dropout = 0.1
+    message = "flex_attention does not support attention dropout; choose from eager, sdpa$"
+    with pytest.raises(ValueError, match=message):
+        theirs.train()(random_tokens(1, 8))
 
 
 MODES = [

@@ -10,7 +10,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from kerple.attention import Requirements, attend, check_backend, describe_choice
+from kerple.attention import ExpectedCalls, Requirements, attend, check_backend, describe_choice
 from kerple.attention.backends.triton import kernels, tiles
 from kerple.attention.backends.triton.tiles import Gpu, no_tiles_reason, tiles_for
 from kerple.positional import ModelShape, build
@@ -92,10 +92,10 @@ def test_gpus_without_tiles_are_rejected_by_name(gpu, reason, gpu_of_this_machin
         "alibi",
         ModelShape(num_heads=2, head_size=128, hidden_size=256, num_layers=1, max_positions=8),
     )
-    assert describe_choice(method, "auto", "cuda", torch.bfloat16, 128).startswith(
-        "chunked (auto: fused needs "
-    )
-    requirements = Requirements(device=torch.device("cuda"), dtype=torch.bfloat16, head_size=128)
+    known = {"device": torch.device("cuda"), "dtype": torch.bfloat16, "head_size": 128}
+    choice = describe_choice(ExpectedCalls(method=method, heads=2, kv_heads=2, **known))
+    assert choice.startswith("chunked (auto: fused needs ")
+    requirements = Requirements(**known)
     with pytest.raises(NotImplementedError, match=f"attention-backend 'fused'.*{reason}"):
         check_backend("fused", requirements)
 
