@@ -99,8 +99,8 @@ class TransformerXL(ScoreModifier):
             products = query @ vectors.to(scores.dtype)  # [b, h, c, c + l - 1]
             return scores + self.scale * _relative_shift(products, len(keys))
 
-        # Random positions (`wrappers.py`) and compiled code: the products with all vectors, from the
-        # farthest key after the query to the farthest before it.
+        # Random positions (`wrappers.py`) and compiled code: the products with all vectors, from
+        # the farthest key after the query to the farthest before it.
         following = 0
         if after is not None:
             following = after.shape[-1] - 1
