@@ -10,107 +10,105 @@ does. For DAPE-KERPLE this includes all activations of the MLP (8 inputs, 32 hid
 outputs per pair); its peak memory is measured in a new process.
 """
 
-import argparse
 import sys
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.support.attention_inputs import attend_with_method, random_states
-from benchmarks.support.timing import Timing, add_options, apply_options, compare, show, write_json
-from kerple.attention import Attention, Documents, attend, tables
+from benchmarks.support.attention_inputs import gradient_step, random_states
+from benchmarks.support.timing import CpuBench, option_parser
+from kerple.attention import Attention, attend, tables
 from kerple.positional import (
     KerpleBiasWeight,
     KerpleLog,
     ModelShape,
-    PositionalMethod,
     Rotary,
     build,
 )
 from megatron.utils.command_line import run_main
 
 HEADS, SIZE = 4, 64
+# Batch size, length and head size in training.
+TRAINING_SIZES = [
+    (16, 128, 32),
+    (4, 512, 64),
+    (1, 2048, 64),
+]
+# Numbers of queries and keys in evaluation.
+EVALUATION_LENGTHS = [
+    (512, 4096),
+    (512, 65_536),
+    (1, 4096),
+]
+DAPE_LENGTHS = (512, 2048, 8192)
 # DAPE materialized needs tens of GiB from this length on.
 DAPE_MATERIALIZED_LIMIT = 8192
+DAPE_BACKENDS = {"materialized": "reference", "chunked": "chunked"}
+Step = Callable[[], object]
 
 
-def training_alternatives(
-    batch: int, heads: int, length: int, size: int
-) -> dict[str, Callable[[], object]]:
+def training_alternatives(batch: int, length: int, size: int) -> dict[str, Step]:
     """Forward and backward pass, including the gradients of the method's parameters."""
     # The same inputs for all alternatives.
-    query, key, value, upstream = random_states(batch, heads, length, length, size)
-    positions = torch.arange(length)
-    rotary, log = Rotary(size), KerpleLog(heads)
-    ids = torch.zeros(batch, length, dtype=torch.long)
+    query, key, value, upstream = random_states(batch, HEADS, length, length, size)
+    states = [query, key, value]
+    sdpa = partial(F.scaled_dot_product_attention, query, key, value, is_causal=True)
+    alternatives = {"sdpa, no positions": gradient_step(sdpa, states, upstream)}
 
-    def one_document() -> Tensor:
-        return Attention(log, "chunked")(query, key, value, documents=Documents(ids))
-
-    def step(
-        forward: Callable[[], Tensor], method: PositionalMethod | None = None
-    ) -> Callable[[], object]:
-        leaves = [query, key, value]
-        if method is not None:
-            leaves += method.parameters()
-        return lambda: torch.autograd.grad(forward(), leaves, upstream)
-
-    def method_step(method: PositionalMethod, backend: str) -> Callable[[], object]:
-        return step(lambda: attend_with_method(method, query, key, value, backend=backend), method)
-
-    return {
-        "sdpa, no positions": step(
-            lambda: F.scaled_dot_product_attention(query, key, value, is_causal=True)
-        ),
-        "chunked, no positions": step(lambda: attend(query, key, value, backend="chunked")),
-        "rotary": step(lambda: attend(*rotary.rotate(query, key, positions, positions), value)),
-        "kerple_log": method_step(KerpleLog(heads), "chunked"),
-        "kerple_log, one document per row": step(one_document, log),
-        "kerple_bias_wht": method_step(KerpleBiasWeight(heads), "chunked"),
-        "kerple_log, materialized": method_step(KerpleLog(heads), "reference"),
+    # This project's attention, as in a layer.
+    layers = {
+        "chunked, no positions": Attention(None, "chunked"),
+        "rotary": Attention(Rotary(size)),
+        "kerple_log": Attention(KerpleLog(HEADS), "chunked"),
+        "kerple_log, one document per row": Attention(KerpleLog(HEADS), "chunked"),
+        "kerple_bias_wht": Attention(KerpleBiasWeight(HEADS), "chunked"),
+        "kerple_log, materialized": Attention(KerpleLog(HEADS), "reference"),
     }
+    for name, layer in layers.items():
+        documents = None
+        if name == "kerple_log, one document per row":
+            documents = torch.zeros(batch, length, dtype=torch.long)
+        forward = partial(layer, *states, documents=documents)
+        leaves = [*states, *layer.parameters()]
+        alternatives[name] = gradient_step(forward, leaves, upstream)
+    return alternatives
 
 
-def evaluation_alternatives(
-    heads: int, queries: int, keys: int, size: int
-) -> dict[str, Callable[[], object]]:
+def evaluation_alternatives(queries: int, keys: int) -> dict[str, Step]:
     """A chunk of queries at the end of many keys, without gradients."""
-    query, key, value, _ = random_states(1, heads, queries, keys, size, train=False)
+    query, key, value, _ = random_states(1, HEADS, queries, keys, SIZE, train=False)
     with torch.no_grad():
-        bias, weight = tables(KerpleBiasWeight(heads), keys, "cpu")
-    return {
-        # Not causal: the additional keys cost almost nothing.
-        "sdpa, no positions": lambda: F.scaled_dot_product_attention(query, key, value),
-        "chunked, no positions": lambda: attend(query, key, value, backend="chunked"),
-        "bias": lambda: attend(query, key, value, bias_table=bias, backend="chunked"),
-        "bias and weight": lambda: attend(
-            query, key, value, bias_table=bias, weight_table=weight, backend="chunked"
-        ),
-        "bias, window 512": lambda: attend(
-            query, key, value, bias_table=bias, window=512, backend="chunked"
-        ),
+        bias, weight = tables(KerpleBiasWeight(HEADS), keys, "cpu")
+
+    # SDPA is not causal here: the additional keys cost almost nothing.
+    sdpa = partial(F.scaled_dot_product_attention, query, key, value)
+    alternatives: dict[str, Step] = {"sdpa, no positions": sdpa}
+    calls: dict[str, dict[str, Any]] = {
+        "chunked, no positions": {},
+        "bias": {"bias_table": bias},
+        "bias and weight": {"bias_table": bias, "weight_table": weight},
+        "bias, window 512": {"bias_table": bias, "window": 512},
     }
+    for name, options in calls.items():
+        alternatives[name] = partial(attend, query, key, value, backend="chunked", **options)
+    return alternatives
 
 
-def dape_step(length: int, backend: str) -> Callable[[], None]:
+def dape_step(length: int, backend: str) -> Step:
     """Forward and backward pass of DAPE-KERPLE with batch size 1, including all gradients."""
-    query, key, value, upstream = random_states(1, HEADS, length, length, SIZE)
-    method = build("dape_kerple", ModelShape(HEADS, SIZE, HEADS * SIZE, 1, length))
-    leaves = [query, key, value, *method.parameters()]
-
-    def step() -> None:
-        torch.autograd.grad(
-            attend_with_method(method, query, key, value, backend=backend), leaves, upstream
-        )
-
-    return step
+    *states, upstream = random_states(1, HEADS, length, length, SIZE)
+    shape = ModelShape(HEADS, SIZE, HEADS * SIZE, 1, length)
+    layer = Attention(build("dape_kerple", shape), backend)
+    leaves = [*states, *layer.parameters()]
+    return gradient_step(partial(layer, *states), leaves, upstream)
 
 
 def dape_peak_memory(length: int, backend: str, threads: int) -> int:
@@ -126,64 +124,53 @@ def dape_peak_memory(length: int, backend: str, threads: int) -> int:
 
 def peak_resident_size() -> int:
     status = Path("/proc/self/status").read_text()
-    return int(status.partition("VmHWM:")[2].split()[0]) * 1024
+    _, _, after = status.partition("VmHWM:")
+    kib = int(after.split()[0])
+    return kib * 1024
 
 
-def benchmark_dape(rounds: int, clock: Callable[[], float]) -> dict[str, list[Timing]]:
-    """Print time and peak memory by length; return the times by title."""
-    results: dict[str, list[Timing]] = {}
+def measure_dape(bench: CpuBench, rounds: int) -> None:
+    """Print time and peak memory by length."""
     threads = torch.get_num_threads()
-    for length in (512, 2048, 8192):
-        backends = {"materialized": "reference", "chunked": "chunked"}
+    for length in DAPE_LENGTHS:
+        title = f"DAPE-KERPLE forward + backward, {HEADS} heads of {SIZE}, length {length}"
+        backends = dict(DAPE_BACKENDS)
         if length >= DAPE_MATERIALIZED_LIMIT:
             del backends["materialized"]
-        title = f"DAPE-KERPLE forward + backward, {HEADS} heads of {SIZE}, length {length}"
-        if len(backends) > 1:
+        else:
             steps = {name: dape_step(length, backend) for name, backend in backends.items()}
-            results[title] = compare(steps, rounds=max(3, rounds // 3), warmup=1, clock=clock)
-            show(title, results[title])
+            bench.measure(title, steps, rounds=rounds, warmup=1)
+
+        # Each in a process of its own.
         for name, backend in backends.items():
             with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as executor:
                 peak = executor.submit(dape_peak_memory, length, backend, threads).result()
             print(f"{title}, {name}: peak memory {peak / 2**20:,.0f} MiB")
-    return results
 
 
-def benchmark_tables(rounds: int, clock: Callable[[], float]) -> dict[str, list[Timing]]:
-    """Print the times of methods with tables; return them by title."""
-    results: dict[str, list[Timing]] = {}
-    for batch, heads, length, size in ((16, 4, 128, 32), (4, 4, 512, 64), (1, 4, 2048, 64)):
-        title = (
-            f"attention forward + backward, batch {batch}, {heads} heads of {size}, length {length}"
-        )
-        results[title] = compare(
-            training_alternatives(batch, heads, length, size), rounds=rounds, clock=clock
-        )
-        show(title, results[title])
-    for queries, keys in ((512, 4096), (512, 65_536), (1, 4096)):
-        title = f"attention at evaluation, 4 heads of 64, {queries} queries, {keys} keys"
-        results[title] = compare(
-            evaluation_alternatives(4, queries, keys, 64), rounds=max(3, rounds // 3), clock=clock
-        )
-        show(title, results[title])
-    return results
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
-    add_options(parser)
+def main() -> int:
+    parser = option_parser(__doc__)
     parser.add_argument(
         "--only", choices=("tables", "dape"), help="only methods with tables, or only DAPE"
     )
-    options = parser.parse_args()
-    clock = apply_options(options)
-    results: dict[str, list[Timing]] = {}
-    if options.only != "dape":
-        results |= benchmark_tables(options.rounds, clock)
-    if options.only != "tables":
-        results |= benchmark_dape(options.rounds, clock)
-    if options.json:
-        write_json(options.json, results)
+    bench = CpuBench(parser.parse_args())
+    fewer_rounds = max(3, bench.options.rounds // 3)
+
+    # Methods with tables: training, then evaluation.
+    if bench.options.only != "dape":
+        for batch, length, size in TRAINING_SIZES:
+            kind = f"batch {batch}, {HEADS} heads of {size}, length {length}"
+            steps = training_alternatives(batch, length, size)
+            bench.measure(f"attention forward + backward, {kind}", steps)
+        for queries, keys in EVALUATION_LENGTHS:
+            kind = f"{HEADS} heads of {SIZE}, {queries} queries, {keys} keys"
+            calls = evaluation_alternatives(queries, keys)
+            bench.measure(f"attention at evaluation, {kind}", calls, rounds=fewer_rounds)
+
+    # DAPE.
+    if bench.options.only != "tables":
+        measure_dape(bench, fewer_rounds)
+    return bench.finish()
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ import importlib
 import itertools
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,28 +34,34 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.support.attention_inputs import (
     as_leaves,
-    attend_with_method,
+    gradient_step,
     layer_tables,
     random_states,
 )
-from benchmarks.support.gpu import Bench, close_enough
+from benchmarks.support.gpu import Bench, Row, close_enough
 from benchmarks.support.materialized import MATERIALIZED
 from kerple.attention import Attention, attend, dispatch, tables
 from kerple.attention.backends.triton import launch
-from kerple.attention.backends.triton.tiles import Tile, tiles_for
+from kerple.attention.backends.triton.tiles import Tile, Tiles, tiles_for
 from kerple.doctor import run_in_processes
 from kerple.positional import ModelShape, PositionalMethod, build
 from megatron.utils.command_line import run_main
 
 METHODS = ("none", "kerple_log", "kerple_power", "kerple_bias_wht", "alibi", "rpe")
-LENGTHS, QUICK_LENGTHS = (2048, 8192, 512, 65_536, 16_384, 1024, 4096, 32_768), (512, 8192, 16_384)
+FLEX_METHODS = ("none", "kerple_log", "kerple_bias_wht")
+LENGTHS = (2048, 8192, 512, 65_536, 16_384, 1024, 4096, 32_768)
+QUICK_LENGTHS = (512, 8192, 16_384)
 SDPA_BACKENDS = {
     "flash": SDPBackend.FLASH_ATTENTION,
     "cudnn": SDPBackend.CUDNN_ATTENTION,
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
 }
 HEADS, SIZE = 12, 64
-Row = dict[str, Any]
+# Rows that are not named after their backend and method.
+ROW_NAMES = {
+    "flex, none": "flex, no positions",
+    "reference, dape_kerple": "materialized, dape_kerple",
+}
 # Materialized alternatives that need more memory are skipped.
 MATERIALIZED_BYTES = 60e9
 # DAPE's 12 + 12 inputs, 32 hidden units and 12 outputs per pair, in float32 and with their
@@ -62,8 +69,10 @@ MATERIALIZED_BYTES = 60e9
 DAPE_PAIR_BYTES = 800
 # DAPE at larger lengths would take most of the time.
 DAPE_MAX_LENGTH = 8192
-# (head size, queries, keys, window) that --check compares with float64.
-CHECKS = [
+# Head size, queries, keys, window.
+Sizes = tuple[int, int, int, int | None]
+# What --check compares with float64.
+CHECKS: list[Sizes] = [
     (64, 512, 512, None),
     (64, 700, 1001, None),
     (64, 700, 1001, 300),
@@ -73,7 +82,46 @@ CHECKS = [
     (64, 1, 1, None),
     (96, 2048, 2048, None),
 ]
-TOLERANCES = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 1e-5}
+CHECKED_METHODS = ("none", "kerple_log", "kerple_power__ap", "kerple_bias_wht", "rpe")
+TOLERANCES = {
+    torch.bfloat16: 1e-2,
+    torch.float16: 2e-3,
+    torch.float32: 1e-5,
+}
+# The tiles that --tune tries in half precision, by field of `Tiles`. Tiles of `key_value` with four
+# warps let two or more programs share a multiprocessor.
+HALF_TILES = {
+    "forward": [
+        Tile(128, 64, 4, 2),
+        Tile(128, 64, 8, 3),
+        Tile(128, 128, 8, 2),
+        Tile(64, 64, 4, 3),
+    ],
+    "key_value": [
+        Tile(64, 64, 4, 2),
+        Tile(64, 64, 4, 1),
+        Tile(32, 64, 4, 2),
+        Tile(64, 128, 8, 1),
+    ],
+    "query": [
+        Tile(64, 64, 4, 2),
+        Tile(128, 64, 4, 2),
+        Tile(128, 64, 8, 3),
+        Tile(128, 32, 4, 2),
+    ],
+    "tables": [
+        Tile(128, 128, 8, 2),
+        Tile(128, 128, 16, 2),
+        Tile(64, 64, 8, 2),
+        Tile(64, 64, 4, 3),
+    ],
+}
+# Name -> forward pass, and the leaves of its backward pass.
+Alternatives = dict[str, tuple[Callable[[], Tensor], list[Tensor]]]
+# Whether a result is close to the exact one, and its error.
+Errors = list[tuple[bool, float]]
+# Length and pass -> seconds.
+Baselines = dict[tuple[int, str], float]
 
 
 def half_dtype(bench: Bench) -> torch.dtype:
@@ -87,73 +135,97 @@ def make_method(
     device: torch.device, name: str, length: int, heads: int = HEADS, size: int = SIZE
 ) -> PositionalMethod:
     torch.manual_seed(0)
-    return build(name, ModelShape(heads, size, heads * size, 1, length)).to(device)
+    shape = ModelShape(heads, size, heads * size, 1, length)
+    return build(name, shape).to(device)
 
 
-def alternatives(
-    bench: Bench, batch: int, length: int, query: Tensor, key: Tensor, value: Tensor
-) -> dict[str, tuple[Callable[[], Tensor], list[Tensor]]]:
-    """Name -> forward pass, and the leaves of its backward pass. The baseline is the first one."""
-    # A method's attention in a layer, and its tables.
-    results: dict[str, tuple[Callable[[], Tensor], list[Tensor]]] = {}
+def model_states(
+    device: torch.device, batch: int, length: int, dtype: torch.dtype
+) -> tuple[Tensor, ...]:
+    """Query, key, value and an upstream gradient with the heads of the model."""
+    return random_states(batch, HEADS, length, length, SIZE, dtype=dtype, device=device)
 
-    def add(backend: str, method_name: str, label: str | None = None) -> None:
-        method = make_method(bench.device, method_name, length)
-        name = f"{label or backend}, {method_name}"
-        if name == "flex, none":
-            name = "flex, no positions"
-        if "modify_scores" in method.hooks:
-            results[name] = (
-                lambda: attend_with_method(method, query, key, value, backend=backend),
-                [query, key, value, *method.parameters()],
-            )
-            return
 
-        # Layers share the tables, whose gradients are computed once.
-        tables, table_leaves = as_leaves(layer_tables(method, length, HEADS, bench.device, backend))
-        run = partial(Attention(method, backend), query, key, value, tables=tables)
-        results[name] = run, [query, key, value, *table_leaves]
-        if backend == "fused" and table_leaves:
-            results[f"tables, {method_name}"] = (
-                lambda: tables_with_gradients(method, length, bench.device),
-                list(method.parameters()),
-            )
+def method_alternatives(backend: str, method_name: str, states: list[Tensor]) -> Alternatives:
+    """A method's attention in a layer; for the fused kernels also its tables."""
+    device, length = states[0].device, states[0].shape[2]
+    method = make_method(device, method_name, length)
+    parameters: list[Tensor] = list(method.parameters())
+    layer = Attention(method, backend)
+    name = f"{backend}, {method_name}"
+    name = ROW_NAMES.get(name, name)
+    if "modify_scores" in method.hooks:
+        return {name: (partial(layer, *states), states + parameters)}
 
+    # Layers share the tables, whose gradients are computed once.
+    found = layer_tables(method, length, HEADS, device, backend)
+    shared, leaves = as_leaves(found)
+    forward = partial(layer, *states, tables=shared)
+    results: Alternatives = {name: (forward, states + leaves)}
+    if backend == "fused" and leaves:
+        run = partial(tables_with_gradients, method, length, device)
+        results[f"tables, {method_name}"] = run, parameters
+    return results
+
+
+def other_kernels(states: list[Tensor]) -> Alternatives:
+    """Every kernel of PyTorch, and FlashAttention if installed, without positions."""
+    results: Alternatives = {}
+    for name, backend in SDPA_BACKENDS.items():
+        results[f"sdpa {name}, no positions"] = partial(_sdpa, backend, *states), states
+    for package in ("flash_attn", "flash_attn_interface"):
+        # A package for another version of torch fails in many ways.
+        with contextlib.suppress(Exception):
+            run = importlib.import_module(package).flash_attn_func
+            results[package] = partial(_flash, run, *states), states
+    return results
+
+
+def _sdpa(backend: SDPBackend, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    with sdpa_kernel(backend):
+        return F.scaled_dot_product_attention(query, key, value, is_causal=True)
+
+
+def _flash(run: Callable[..., Tensor], *states: Tensor) -> Tensor:
+    """FlashAttention's own package, which takes `[b, s, h, d]`."""
+    transposed = [part.transpose(1, 2) for part in states]
+    return run(*transposed, causal=True).transpose(1, 2)
+
+
+def alternatives(bench: Bench, states: list[Tensor]) -> Alternatives:
+    """All but FlexAttention. The baseline is the first one."""
     # Our kernels first, then those of PyTorch and of other packages.
+    results: Alternatives = {}
     for method in bench.sized(METHODS, METHODS[:2]):
-        add("fused", method)
+        results |= method_alternatives("fused", method, states)
     if not bench.dry:
-        for name, backend in SDPA_BACKENDS.items():
-
-            def sdpa(backend: SDPBackend = backend) -> Tensor:
-                with sdpa_kernel(backend):
-                    return F.scaled_dot_product_attention(query, key, value, is_causal=True)
-
-            # Every kernel of PyTorch, without positions.
-            results[f"sdpa {name}, no positions"] = (sdpa, [query, key, value])
-
-        # FlashAttention, if installed, and FlexAttention.
-        for package in ("flash_attn", "flash_attn_interface"):
-            # A package for another version of torch fails in many ways.
-            with contextlib.suppress(Exception):
-                run = importlib.import_module(package).flash_attn_func
-                results[package] = (partial(_flash, run, query, key, value), [query, key, value])
-        flex_methods = ["none", "kerple_log", "kerple_bias_wht"]
-        if bench.options.quick:
-            flex_methods = ["kerple_log"]
-        for method in flex_methods:
-            add("flex", method)
-
-    # Attention with all logits in memory, at lengths where that is possible.
+        results |= other_kernels(states)
     if bench.options.quick:
         return results
-    if batch * HEADS * length**2 * 14 < MATERIALIZED_BYTES:
-        for method in ("kerple_log", "kerple_bias_wht"):
-            add(MATERIALIZED.name, method)
+
+    # Attention with all logits in memory, at lengths where that is possible.
+    batch, heads, length, _ = states[0].shape
+    pairs = batch * length**2
+    cases = []
+    if pairs * heads * 14 < MATERIALIZED_BYTES:
+        cases += [(MATERIALIZED.name, "kerple_log"), (MATERIALIZED.name, "kerple_bias_wht")]
     if length <= DAPE_MAX_LENGTH:
-        add("chunked", "dape_kerple")
-    if batch * length**2 * DAPE_PAIR_BYTES < MATERIALIZED_BYTES:
-        add("reference", "dape_kerple", label="materialized")
+        cases.append(("chunked", "dape_kerple"))
+    if pairs * DAPE_PAIR_BYTES < MATERIALIZED_BYTES:
+        cases.append(("reference", "dape_kerple"))
+    for backend, method in cases:
+        results |= method_alternatives(backend, method, states)
+    return results
+
+
+def flex_alternatives(bench: Bench, states: list[Tensor]) -> Alternatives:
+    """FlexAttention, which only GPUs have."""
+    results: Alternatives = {}
+    methods = bench.sized(FLEX_METHODS, ())
+    if bench.options.quick and methods:
+        methods = ("kerple_log",)
+    for method in methods:
+        results |= method_alternatives("flex", method, states)
     return results
 
 
@@ -161,204 +233,238 @@ def tables_with_gradients(method: PositionalMethod, length: int, device: torch.d
     """A sum of all that the kernels give gradients of, in the place of their backward pass."""
     kernel = layer_tables(method, length, HEADS, device, "fused").kernel
     assert kernel is not None
-    return torch.stack([tensor.sum() for tensor in kernel[:4] if tensor is not None]).sum()
+    sums = [tensor.sum() for tensor in kernel[:4] if tensor is not None]
+    return torch.stack(sums).sum()
 
 
-def _flash(run: Callable[..., Tensor], query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """FlashAttention's own package, which takes `[b, s, h, d]`."""
-    return run(*(states.transpose(1, 2) for states in (query, key, value)), causal=True).transpose(
-        1, 2
-    )
+def named_tables(method: PositionalMethod, length: int, device: torch.device) -> dict[str, Tensor]:
+    """The tables that a method has, by argument of `attend`."""
+    bias, weight = tables(method, length, device)
+    named = {}
+    if bias is not None:
+        named["bias_table"] = bias
+    if weight is not None:
+        named["weight_table"] = weight
+    return named
 
 
 def table_errors(
-    method: PositionalMethod,
-    states: Sequence[Tensor],
-    upstream: Tensor,
-    window: int | None,
-    tolerance: float,
-) -> list[tuple[bool, float]]:
+    method: PositionalMethod, states: list[Tensor], upstream: Tensor, window: int | None
+) -> Errors:
     """Errors of the result and of the gradients of query, key, value and tables."""
-    length = window or states[1].shape[2]
-    named = zip(("bias", "weight"), tables(method, length, states[0].device), strict=True)
-    present = [(name, table) for name, table in named if table is not None]
+    key = states[1]
+    present = named_tables(method, window or key.shape[2], key.device)
     runs = []
-    for backend, dtype in (("fused", states[0].dtype), ("reference", torch.float64)):
-        leaves = [part.detach().to(dtype).requires_grad_() for part in states]
+    for backend, dtype in (("fused", key.dtype), ("reference", torch.float64)):
+        # Tables are at least float32.
         precision = torch.promote_types(dtype, torch.float32)
-        copies = {name: table.detach().to(precision).requires_grad_() for name, table in present}
-        bias, weight = copies.get("bias"), copies.get("weight")
-        result = attend(
-            *leaves, bias_table=bias, weight_table=weight, window=window, backend=backend
-        )
+        leaves = [part.detach().to(dtype).requires_grad_() for part in states]
+        copies: dict[str, Any] = {}
+        for name, table in present.items():
+            copies[name] = table.detach().to(precision).requires_grad_()
+        result = attend(*leaves, **copies, window=window, backend=backend)
         leaves += copies.values()
-        runs.append([result, *torch.autograd.grad(result, leaves, upstream.to(dtype))])
-    return [close_enough(actual, exact, tolerance) for actual, exact in zip(*runs, strict=True)]
+        gradients = torch.autograd.grad(result, leaves, upstream.to(dtype))
+        runs.append([result, *gradients])
+    return _compared(runs, key.dtype)
 
 
 def parameter_errors(
-    name: str, states: Sequence[Tensor], upstream: Tensor, window: int | None, tolerance: float
-) -> list[tuple[bool, float]]:
+    method: PositionalMethod, states: list[Tensor], upstream: Tensor, window: int | None
+) -> Errors:
     """Errors of the gradients of a method's parameters, computed as in training, by jacobians."""
-    t, size = states[1].shape[2:]
-    length = window or t
+    parameters = list(method.parameters())
+    if not parameters:
+        return []
+    detached = [part.detach() for part in states]
+    key = detached[1]
+    fused = Attention(method, "fused")(*detached, window=window)
+
+    # The reference differentiates through the tables.
+    present = named_tables(method, window or key.shape[2], key.device)
+    doubled: dict[str, Any] = {name: table.double() for name, table in present.items()}
+    exact = [part.double() for part in detached]
+    reference = attend(*exact, **doubled, window=window, backend="reference")
     runs = []
-    for backend in ("fused", "reference"):
-        method = make_method(states[0].device, name, t, states[1].shape[1], size)
-        parameters = list(method.parameters())
-        if not parameters:
-            return []
-        if backend == "fused":
-            result = attend_with_method(
-                method, *(part.detach() for part in states), backend=backend, window=window
-            )
-        else:
-            named = zip(("bias", "weight"), tables(method, length, states[0].device), strict=True)
-            present = {name: table.double() for name, table in named if table is not None}
-            bias, weight = present.get("bias"), present.get("weight")
-            exact = [part.detach().double() for part in states]
-            result = attend(
-                *exact, bias_table=bias, weight_table=weight, window=window, backend=backend
-            )
-        runs.append(torch.autograd.grad(result, parameters, upstream.to(result.dtype)))
-    return [close_enough(actual, exact, tolerance) for actual, exact in zip(*runs, strict=True)]
+    for result in (fused, reference):
+        gradient = upstream.to(result.dtype)
+        runs.append(torch.autograd.grad(result, parameters, gradient))
+    return _compared(runs, key.dtype)
 
 
-def case_row(sizes: tuple[int, int, int, int | None], name: str, dtype: torch.dtype) -> Row:
+def _compared(runs: Sequence[Sequence[Tensor]], dtype: torch.dtype) -> Errors:
+    """The errors of the first run, compared with the second one."""
+    errors = []
+    for actual, exact in zip(*runs, strict=True):
+        errors.append(close_enough(actual, exact, TOLERANCES[dtype]))
+    return errors
+
+
+def case_row(sizes: Sizes, name: str, dtype: torch.dtype) -> Row:
     size, s, t, window = sizes
-    return {"check": name, "dtype": str(dtype), "size": size, "s": s, "t": t, "window": window}
+    return {
+        "check": name,
+        "dtype": str(dtype),
+        "size": size,
+        "s": s,
+        "t": t,
+        "window": window,
+    }
 
 
-def crashed_case(
-    device: torch.device, dtype: torch.dtype, sizes: tuple[int, int, int, int | None], name: str
-) -> Row:
+def crashed_case(device: torch.device, dtype: torch.dtype, sizes: Sizes, name: str) -> Row:
     """The row of a check whose process has ended."""
-    return {**case_row(sizes, name, dtype), "ok": False, "failed": "its process ended"}
+    row = case_row(sizes, name, dtype)
+    return {**row, "ok": False, "failed": "its process ended"}
 
 
-def check_case(
-    device: torch.device, dtype: torch.dtype, sizes: tuple[int, int, int, int | None], name: str
-) -> Row:
+def check_case(device: torch.device, dtype: torch.dtype, sizes: Sizes, name: str) -> Row:
     """Compare the fused kernels with the reference for one method: its row of the results."""
     size, s, t, window = sizes
     row = case_row(sizes, name, dtype)
     try:
         *states, upstream = random_states(2, 3, s, t, size, dtype=dtype, device=device)
         method = make_method(device, name, t, 3, size)
-        errors = table_errors(method, states, upstream, window, TOLERANCES[dtype])
-        errors += parameter_errors(name, states, upstream, window, TOLERANCES[dtype])
+        errors = table_errors(method, states, upstream, window)
+        errors += parameter_errors(method, states, upstream, window)
     except Exception as error:  # a kernel that does not compile must not hide the other results
-        return {**row, "ok": False, "failed": f"{type(error).__name__}: {error}"[:300]}
+        failed = f"{type(error).__name__}: {error}"
+        return {**row, "ok": False, "failed": failed[:300]}
 
     # With one key the softmax is constant: its gradients are zero except for rounding.
-    compared = errors if t > 1 else errors[:1]
-    ok = all(close for close, _ in compared)
-    return {**row, "ok": ok, "errors": [error for _, error in errors]}
+    compared = errors
+    if t == 1:
+        compared = errors[:1]
+    row["ok"] = all(close for close, _ in compared)
+    row["errors"] = [error for _, error in errors]
+    return row
 
 
 def check(bench: Bench) -> bool:
     """Compare results and all gradients of the fused kernels with the reference in float64."""
-    cases = itertools.product(
-        [bench.device],
-        bench.sized(list(TOLERANCES), [torch.float16]),
-        bench.sized(CHECKS, [(16, 20, 40, None)]),
-        ("none", "kerple_log", "kerple_power__ap", "kerple_bias_wht", "rpe"),
-    )
+    dtypes = bench.sized(list(TOLERANCES), [torch.float16])
+    sizes: list[Sizes] = bench.sized(CHECKS, [(16, 20, 40, None)])
+    cases = list(itertools.product([bench.device], dtypes, sizes, CHECKED_METHODS))
     passed = True
-    for row in run_in_processes(check_case, list(cases), bench.options.jobs, crashed_case):
+    for row in run_in_processes(check_case, cases, bench.options.jobs, crashed_case):
         passed &= row["ok"]
-        bench.attempt(row, dict)
-    same = True
-    if not bench.dry:
-        method = make_method(bench.device, "kerple_bias_wht", 70)
-        *states, upstream = random_states(
-            2, HEADS, 70, 70, SIZE, dtype=torch.bfloat16, device=bench.device
-        )
-        leaves = [*states, *method.parameters()]
-        results = (attend_with_method(method, *states, backend="fused") for _ in range(2))
-        first, second = (torch.autograd.grad(result, leaves, upstream) for result in results)
-        same = all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+        bench.add(row)
+    same = bench.dry or runs_are_bit_equal(bench.device)
     return bench.record_check(passed and same, second_run_bit_equal=same)
 
 
-def tune(bench: Bench) -> None:
-    """Measure forward, forward + backward, and errors, with one field of `Tiles` changed at a time.
+def runs_are_bit_equal(device: torch.device) -> bool:
+    """Whether two runs of the fused kernels have the same gradients, bit by bit."""
+    method = make_method(device, "kerple_bias_wht", 70)
+    *states, upstream = model_states(device, 2, 70, torch.bfloat16)
+    leaves = [*states, *method.parameters()]
+    layer = Attention(method, "fused")
+    first = torch.autograd.grad(layer(*states), leaves, upstream)
+    second = torch.autograd.grad(layer(*states), leaves, upstream)
+    return all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
-    Tiles of `key_value` with four warps let two or more programs share a multiprocessor.
+
+def tune(bench: Bench) -> None:
+    """Measure forward, forward + backward, and errors, with one field of `Tiles` changed at a
+    time.
     """
-    # The tiles to try in half precision, by field.
-    half_candidates: dict[str, list[Any]] = {
-        "forward": [
-            Tile(128, 64, 4, 2),
-            Tile(128, 64, 8, 3),
-            Tile(128, 128, 8, 2),
-            Tile(64, 64, 4, 3),
-        ],
-        "key_value": [
-            Tile(64, 64, 4, 2),
-            Tile(64, 64, 4, 1),
-            Tile(32, 64, 4, 2),
-            Tile(64, 128, 8, 1),
-        ],
-        "query": [
-            Tile(64, 64, 4, 2),
-            Tile(128, 64, 4, 2),
-            Tile(128, 64, 8, 3),
-            Tile(128, 32, 4, 2),
-        ],
-        "tables": [
-            Tile(128, 128, 8, 2),
-            Tile(128, 128, 16, 2),
-            Tile(64, 64, 8, 2),
-            Tile(64, 64, 4, 3),
-        ],
+    # Float32 has one other choice: the precision of its products.
+    searches: list[tuple[torch.dtype, dict[str, list[Any]]]] = [
+        (half_dtype(bench), {"default": [None], **HALF_TILES}),
+        (torch.float32, {"default": [None], "precision": ["tf32x3"]}),
+    ]
+    length, batch = bench.sized((4096, 8), (128, 1))
+    for name, (dtype, slots) in itertools.product(("kerple_log", "kerple_bias_wht"), searches):
+        method = make_method(bench.device, name, length)
+        states = model_states(bench.device, batch, length, dtype)
+        measure = partial(measure_tiles, bench, method, states)
+        for slot, tiles in slots.items():
+            for tile in bench.sized(tiles, tiles[:1]):
+                row = {"tune": name, "dtype": str(dtype), "slot": slot, "tile": str(tile)}
+                replacement = partial(changed_tiles, slot, tile)
+                with patch.object(launch, "tiles_for", replacement):
+                    bench.attempt(row, measure)
+
+
+def changed_tiles(slot: str, tile: Any, *arguments: Any, **options: Any) -> Tiles:
+    """What `tiles_for` returns, with one field replaced; unchanged if `tile` is None."""
+    tiles = tiles_for(*arguments, **options)
+    if tile is None:
+        return tiles
+    return replace(tiles, **{slot: tile})
+
+
+def measure_tiles(bench: Bench, method: PositionalMethod, tensors: Sequence[Tensor]) -> Row:
+    """The times and errors of query, key, value and upstream gradient."""
+    *states, upstream = tensors
+    forward = partial(Attention(method, "fused"), *states)
+    leaves = [*states, *method.parameters()]
+    forward_seconds, _ = bench.measure(torch.no_grad()(forward))
+    both_seconds, _ = bench.measure(gradient_step(forward, leaves, upstream))
+
+    # The errors of the first row of the batch.
+    *states, upstream = (tensor[:1] for tensor in tensors)
+    compared = table_errors(method, states, upstream, None)
+    return {
+        "forward_ms": forward_seconds * 1e3,
+        "both_ms": both_seconds * 1e3,
+        "errors": [error for _, error in compared],
     }
 
-    # Float32 has one other choice: the precision of its products.
-    length, batch = bench.sized((4096, 8), (128, 1))
-    candidates = ((half_dtype(bench), half_candidates), (torch.float32, {"precision": ["tf32x3"]}))
-    for name, (dtype, slots) in itertools.product(("kerple_log", "kerple_bias_wht"), candidates):
-        # The default arguments bind the values of this iteration.
-        query, key, value, upstream = random_states(
-            batch, HEADS, length, length, SIZE, dtype=dtype, device=bench.device
+
+def measure_length(bench: Bench, length: int, flex: bool, baselines: Baselines) -> None:
+    """All alternatives at a length: only FlexAttention, or only the others."""
+    # The same number of tokens at every length, up to a limit.
+    rows = max(1, 65_536 // length)
+    batch = bench.sized(min(32, rows), 1)
+    *states, upstream = model_states(bench.device, batch, length, half_dtype(bench))
+    if flex:
+        found = flex_alternatives(bench, states)
+    else:
+        found = alternatives(bench, states)
+
+    # Backward passes have 2.5 times the operations of forward passes.
+    flops = 4 * batch * HEADS * length**2 * SIZE / 2
+    for name, (forward, leaves) in found.items():
+        gradient: Tensor | None = upstream
+        if name.startswith("tables"):
+            gradient = None
+        both = gradient_step(forward, leaves, gradient)
+        passes = (
+            ("forward", torch.no_grad()(forward), flops),
+            ("forward+backward", both, 3.5 * flops),
         )
-        method = make_method(bench.device, name, length)
-        leaves = [query, key, value, *method.parameters()]
+        for kind, run, operations in passes:
+            row = {"length": length, "batch": batch, "pass": kind, "name": name}
+            measure = partial(measure_pass, bench, row, run, operations, baselines)
+            bench.attempt(row, measure)
 
-        def forward(method=method, states=(query, key, value)) -> Tensor:
-            return attend_with_method(method, *states, backend="fused")
 
-        def forward_backward(forward=forward, leaves=leaves, upstream=upstream) -> None:
-            torch.autograd.grad(forward(), leaves, upstream)
+def measure_pass(
+    bench: Bench,
+    row: Row,
+    run: Callable[[], object],
+    flops: float,
+    baselines: Baselines,
+) -> Row:
+    """Time, rate and memory of a row's pass, and its ratio to our kernels without positions."""
+    seconds, peak = bench.measure(run)
+    name, key = row["name"], (row["length"], row["pass"])
+    if name == "fused, none":
+        baselines[key] = seconds
 
-        def errors(
-            method=method, tensors=(query, key, value, upstream), dtype=dtype
-        ) -> list[float]:
-            *states, grad = (tensor[:1] for tensor in tensors)
-            compared = table_errors(method, states, grad, None, TOLERANCES[dtype])
-            return [error for _, error in compared]
-
-        # Replace one field of the tiles, and measure.
-        for slot, tiles in {"default": [None], **slots}.items():
-            for tile in bench.sized(tiles, tiles[:1]):
-
-                def changed_tiles(*args, slot=slot, tile=tile, **options):
-                    tiles = tiles_for(*args, **options)
-                    if tile is None:
-                        return tiles
-                    return type(tiles)(**{**vars(tiles), slot: tile})
-
-                def measure(forward=forward, both=forward_backward, errors=errors) -> Row:
-                    forward_ms = bench.measure(torch.no_grad()(forward))[0] * 1e3
-                    return {
-                        "forward_ms": forward_ms,
-                        "both_ms": bench.measure(both)[0] * 1e3,
-                        "errors": errors(),
-                    }
-
-                row = {"tune": name, "dtype": str(dtype), "slot": slot, "tile": str(tile)}
-                with patch.object(launch, "tiles_for", changed_tiles):
-                    bench.attempt(row, measure)
+    # Tables have no attention; a failed baseline has no ratio.
+    tflops = ratio = None
+    if not name.startswith("tables"):
+        tflops = flops / seconds / 1e12
+    if key in baselines:
+        ratio = seconds / baselines[key]
+    return {
+        "ms": seconds * 1e3,
+        "tflops": tflops,
+        "peak_mib": peak / 2**20,
+        "ratio_to_fused_none": ratio,
+    }
 
 
 def main() -> int:
@@ -372,60 +478,14 @@ def main() -> int:
         return 0
 
     # FlexAttention compiles for each length, so all other rows come before its rows.
-    lengths = QUICK_LENGTHS if bench.options.quick else LENGTHS
-    baselines: dict[tuple[int, str], float] = {}
+    lengths: tuple[int, ...] = LENGTHS
+    if bench.options.quick:
+        lengths = QUICK_LENGTHS
+    baselines: Baselines = {}
     for flex in (False, True):
         for length in bench.sized(lengths, (32,)):
-            measure_length(bench, length, baselines, flex=flex)
+            measure_length(bench, length, flex, baselines)
     return 0
-
-
-def measure_length(
-    bench: Bench, length: int, baselines: dict[tuple[int, str], float], *, flex: bool
-) -> None:
-    """All alternatives at a length: only FlexAttention, or only the others. baselines: (length,
-    pass) -> seconds.
-    """
-    # The same number of tokens at every length, up to a limit.
-    batch = bench.sized(min(32, max(1, 65_536 // length)), 1)
-    query, key, value, upstream = random_states(
-        batch, HEADS, length, length, SIZE, dtype=half_dtype(bench), device=bench.device
-    )
-    flops = 4 * batch * HEADS * length**2 * SIZE / 2
-    for name, (forward, leaves) in alternatives(bench, batch, length, query, key, value).items():
-        if name.startswith("flex") != flex:
-            continue
-
-        # The default arguments bind the values of this iteration.
-        def forward_backward(forward=forward, leaves=leaves) -> None:
-            result = forward()
-            gradient = upstream if result.dim() else None  # of a scalar: 1
-            torch.autograd.grad(result, leaves, gradient)
-
-        # Backward passes have 2.5 times the operations of forward passes.
-        passes = (
-            ("forward", torch.no_grad()(forward), 1.0),
-            ("forward+backward", forward_backward, 3.5),
-        )
-        for kind, run, factor in passes:
-
-            def measure(run=run, kind=kind, factor=factor, name=name) -> dict[str, object]:
-                seconds, peak = bench.measure(run)
-                if name == "fused, none":
-                    baselines[length, kind] = seconds
-                tflops = ratio = None
-                if not name.startswith("tables"):
-                    tflops = factor * flops / seconds / 1e12
-                if (length, kind) in baselines:
-                    ratio = seconds / baselines[length, kind]
-                return {
-                    "ms": seconds * 1e3,
-                    "tflops": tflops,
-                    "peak_mib": peak / 2**20,
-                    "ratio_to_fused_none": ratio,
-                }
-
-            bench.attempt({"length": length, "batch": batch, "pass": kind, "name": name}, measure)
 
 
 if __name__ == "__main__":

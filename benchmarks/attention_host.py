@@ -11,11 +11,10 @@ backend is not included. PyTorch's own attention, with its kernel for such tiny 
 comparison.
 """
 
-import argparse
 import os
 import sys
-import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from unittest.mock import patch
 
@@ -27,7 +26,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.support.timing import add_options, apply_options, compare, show, write_json
+from benchmarks.support.timing import CpuBench, option_parser
 from kerple.attention import Attention, position_tables, prepare_tables
 from kerple.attention.backends.triton import launch, operator
 from kerple.positional import ModelShape, build
@@ -37,61 +36,58 @@ HEADS, LENGTH, SIZE = 4, 16, 16
 CALLS = 100  # per measurement
 
 
-def alternatives(method_name: str) -> dict[str, Callable[[], object]]:
+def alternatives(method_name: str) -> dict[str, Callable[[], None]]:
     """Name -> CALLS forward and backward passes."""
-    # The tables of the method, and what a backward pass differentiates by.
-    method = build(method_name, ModelShape(HEADS, SIZE, HEADS * SIZE, 1, LENGTH))
+    # Tiny states, and the tables of the method.
+    sizes = 1, HEADS, LENGTH, SIZE
+    query, key, value = (torch.randn(sizes, requires_grad=True) for _ in range(3))
+    states = [query, key, value]
+    upstream = torch.randn(sizes)
+    shape = ModelShape(HEADS, SIZE, HEADS * SIZE, 1, LENGTH)
+    method = build(method_name, shape)
     attention = Attention(method, "fused")
-    query, key, value = (torch.randn(1, HEADS, LENGTH, SIZE, requires_grad=True) for _ in range(3))
-    upstream = torch.randn(1, HEADS, LENGTH, SIZE)
     tables = position_tables(method, LENGTH, "cpu", with_jacobians=True)
     shared = prepare_tables(tables, HEADS, LENGTH, "cpu")
-    leaves = [query, key, value]
+
+    # What a backward pass differentiates by: states, and the coefficients of the tables.
+    leaves = list(states)
     for jacobian in (tables.bias_jacobian, tables.weight_jacobian):
         if jacobian is not None:
             leaves.append(jacobian.coefficients)
 
-    def repeat(run: Callable[[], Tensor], inputs: list[Tensor]) -> None:
-        for _ in range(CALLS):
-            torch.autograd.grad(run(), inputs, upstream, retain_graph=True)
-
     def with_operator() -> Tensor:
         kernel = prepare_tables(tables, HEADS, LENGTH, "cpu").kernel
         assert kernel is not None
-        context: Tensor = operator._attention(
-            query, key, value, *kernel, None, [], SIZE**-0.5, None
-        )[0]
+        scale = SIZE**-0.5
+        context, *_ = operator._attention(*states, *kernel, None, [], scale, None)
         return context
 
+    def repeat(forward: Callable[[], Tensor], inputs: list[Tensor]) -> None:
+        for _ in range(CALLS):
+            torch.autograd.grad(forward(), inputs, upstream, retain_graph=True)
+
+    per_layer = partial(attention, *states, tables=tables)
+    with_shared = partial(attention, *states, tables=shared)
+    own = partial(F.scaled_dot_product_attention, query, key, value, is_causal=True)
     return {
-        "operator": lambda: repeat(with_operator, leaves),
-        "tables per layer": lambda: repeat(
-            lambda: attention(query, key, value, tables=tables), leaves
-        ),
-        "shared tables": lambda: repeat(
-            lambda: attention(query, key, value, tables=shared), leaves
-        ),
-        "PyTorch's own attention": lambda: repeat(
-            lambda: F.scaled_dot_product_attention(query, key, value, is_causal=True), leaves[:3]
-        ),
+        "operator": partial(repeat, with_operator, leaves),
+        "tables per layer": partial(repeat, per_layer, leaves),
+        "shared tables": partial(repeat, with_shared, leaves),
+        "PyTorch's own attention": partial(repeat, own, states),
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
+def main() -> int:
+    parser = option_parser(__doc__)
     parser.add_argument("--method", default="kerple_log", help="a pos-emb with a bias or weight")
-    add_options(parser)
-    options = parser.parse_args()
-    apply_options(options)
-    torch.set_num_threads(1)
-    title = f"{CALLS} forward and backward passes of {options.method} without kernels, CPU time"
+    # CPU time, on one thread.
+    parser.set_defaults(busy=True)
+    bench = CpuBench(parser.parse_args())
+    method = bench.options.method
+    title = f"{CALLS} forward and backward passes of {method} without kernels, CPU time"
     with patch.object(launch.Launcher, "_launch", lambda *_, **__: None):
-        timings = compare(
-            alternatives(options.method), rounds=options.rounds, clock=time.process_time
-        )
-    show(title, timings)
-    if options.json:
-        write_json(options.json, {title: timings})
+        bench.measure(title, alternatives(method))
+    return bench.finish()
 
 
 if __name__ == "__main__":

@@ -10,20 +10,20 @@ optimizer; torch.load only creates the tensors. The exit status is 1 if this pro
 0.7 times torch.save or torch.load.
 """
 
-import argparse
 import itertools
 import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 
-from benchmarks.support.timing import add_options, apply_options, compare, show, write_json
+from benchmarks.support.models import random_batch
+from benchmarks.support.timing import Alternatives, CpuBench, option_parser
 from megatron.checkpoint.layers import layer_state, weight_layers
 from megatron.checkpoint.loading import load_weights
 from megatron.checkpoint.manifest import find_valid_step
@@ -64,8 +64,9 @@ def trained_engine(config: Config) -> Engine:
     """An engine after one step, so that the optimizer has state."""
     layout = distributed.initialize(config)
     engine = build_engine(config, VOCABULARY, layout, lambda text: None)
-    tokens = torch.randint(0, VOCABULARY, (1, 129))
-    engine.train_step(iter([{"tokens": tokens[:, :-1], "labels": tokens[:, 1:]}]), 1e-4, 0)
+    tokens, labels = random_batch(1, 128, VOCABULARY)
+    batch = {"tokens": tokens, "labels": labels}
+    engine.train_step(iter([batch]), 1e-4, 0)
     return engine
 
 
@@ -75,67 +76,64 @@ def checkpoint_tensors(engine: Engine) -> dict[str, object]:
     return {"weights": weights, "optimizer": optimizer_state(engine)}
 
 
+def save_plain(engine: Engine, path: Path) -> None:
+    """The baseline: the same tensors in one file, on disk when it returns."""
+    with open(path, "wb") as handle:
+        torch.save(checkpoint_tensors(engine), handle)
+        handle.flush()
+        os.fsync(handle.fileno())
+
+
+def load(engine: Engine, folder: Path) -> None:
+    """Weights and optimizer, as at the start of training."""
+    step = find_valid_step(folder)
+    load_weights(engine, step)
+    load_optimizer(engine, read_optimizer(step), step)
+
+
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
-    add_options(parser)
+    parser = option_parser(__doc__)
     parser.set_defaults(rounds=7)
     parser.add_argument(
         "--folder", type=Path, help="folder to write to; default: the system's temporary folder"
     )
-    options = parser.parse_args()
-    clock = apply_options(options)
-    folder = Path(tempfile.mkdtemp(prefix="checkpoint_", dir=options.folder))
+    bench = CpuBench(parser.parse_args())
+    folder = Path(tempfile.mkdtemp(prefix="checkpoint_", dir=bench.options.folder))
     try:
-        return measure(folder, options, clock)
+        measure(folder, bench)
     finally:
         distributed.shutdown()
         shutil.rmtree(folder)
+    return bench.finish()
 
 
-def measure(folder: Path, options: argparse.Namespace, clock: Callable[[], float]) -> int:
+def measure(folder: Path, bench: CpuBench) -> None:
     # A trained engine, so that the optimizer has state.
     config = configuration(folder)
     engine = trained_engine(config)
     checkpointer = Checkpointer(engine, config, lambda text: None)
+    iterations = itertools.count(1)
+
+    def save() -> None:
+        checkpointer.save(TrainingState(iteration=next(iterations)))
+
+    # Saving comes first: loading reads its files.
     plain = folder / "plain.pt"
-    states = (TrainingState(iteration=iteration) for iteration in itertools.count(1))
-
-    # The baseline: the same tensors in one file.
-    def save_plain() -> None:
-        with open(plain, "wb") as handle:
-            torch.save(checkpoint_tensors(engine), handle)
-            handle.flush()
-            os.fsync(handle.fileno())
-
-    # Weights and optimizer, as at the start of training.
-    def load() -> None:
-        step = find_valid_step(folder / "ours")
-        load_weights(engine, step)
-        load_optimizer(engine, read_optimizer(step), step)
-
-    # Compare rates. `--json` and the exit status are for scripts.
-    common = {
-        "rounds": options.rounds,
-        "warmup": 1,
-        "clock": clock,
-        "limits": {"ours": 1 / MIN_RELATIVE_RATE},
-    }
-    saving = compare(
-        {"torch.save": save_plain, "ours": lambda: checkpointer.save(next(states))}, **common
-    )
-    loading = compare(
-        {"torch.load": lambda: torch.load(plain, weights_only=True), "ours": load}, **common
-    )
+    save_plain(engine, plain)
     megabytes = plain.stat().st_size / 1e6
-    tables = {f"save {megabytes:,.0f} MB": saving, f"load {megabytes:,.0f} MB": loading}
-    for title, timings in tables.items():
-        show(title, timings)
-        print(
-            "; ".join(f"{timing.name} {megabytes / timing.median:,.0f} MB/s" for timing in timings)
-        )
-    if options.json:
-        write_json(options.json, tables)
-    return int(not all(timing.passed for timings in tables.values() for timing in timings))
+    limits = {"ours": 1 / MIN_RELATIVE_RATE}
+    alternatives: dict[str, Alternatives] = {
+        "save": {"torch.save": partial(save_plain, engine, plain), "ours": save},
+        "load": {
+            "torch.load": partial(torch.load, plain, weights_only=True),
+            "ours": partial(load, engine, folder / "ours"),
+        },
+    }
+    for kind, functions in alternatives.items():
+        title = f"{kind} {megabytes:,.0f} MB"
+        timings = bench.measure(title, functions, warmup=1, limits=limits)
+        rates = [f"{timing.name} {megabytes / timing.median:,.0f} MB/s" for timing in timings]
+        print("; ".join(rates))
 
 
 if __name__ == "__main__":

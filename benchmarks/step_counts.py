@@ -22,7 +22,6 @@ attention, without recomputation.
 
 import argparse
 import functools
-import json
 import os
 import sys
 from collections import Counter
@@ -38,6 +37,7 @@ from torch.utils._pytree import tree_leaves
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks.support.results import write_json
 from megatron.model import attention, fused_block, gpt, layers
 from megatron.training.flops import PEAK_FLOPS, count_parameters, flops_per_token
 from megatron.utils.command_line import run_main
@@ -45,15 +45,26 @@ from tests.support.simulated_cuda import SimulatedCuda, environment, is_active
 from tests.support.simulated_cuda.traffic import Cost
 
 # The recipes, and what is overridden to run them on one simulated GPU.
-RECIPES: dict[str, tuple[str, ...]] = {"small_bf16.yml": (), "1-3B.yml": ("model-parallel-size=1",)}
+RECIPES = {"small_bf16.yml": [], "1-3B.yml": ["model-parallel-size=1"]}
 # Memory bandwidth in bytes/s, from NVIDIA's data sheets: A100 80GB SXM, H100 SXM, H200 SXM, HGX
 # B200, GeForce RTX 4090.
-BANDWIDTHS = {"A100": 2.039e12, "H100": 3.35e12, "H200": 4.8e12, "B200": 8e12, "RTX 4090": 1.008e12}
+BANDWIDTHS = {
+    "A100": 2.039e12,
+    "H100": 3.35e12,
+    "H200": 4.8e12,
+    "B200": 8e12,
+    "RTX 4090": 1.008e12,
+}
 # Fractions of peak FLOPs and of peak bandwidth for the bounds: those of the data sheet; what the
 # largest products and copies reach on an H100 (798 TFLOP/s, 3.0 TB/s); the assumption of
 # docs/results/full-scale.md; and what the shapes of the 162M recipe may reach on an H100 (600
 # TFLOP/s, 2.7 TB/s).
-EFFICIENCIES = ((1.0, 1.0), (0.81, 0.9), (0.7, 0.85), (0.61, 0.81))
+EFFICIENCIES = (
+    (1.0, 1.0),
+    (0.81, 0.9),
+    (0.7, 0.85),
+    (0.61, 0.81),
+)
 # Which part of the step a method computes, with the gradients of what it returns. Inner calls take
 # precedence.
 PARTS: tuple[tuple[Any, str, str], ...] = (
@@ -76,6 +87,9 @@ PARTS: tuple[tuple[Any, str, str], ...] = (
     (gpt.Output, "loss", "loss"),
 )
 FORWARD_BACKWARD = ("embedding", "attention", "norms", "MLP", "residuals", "loss", "other")
+
+
+Counts = dict[str, Any]
 
 
 class Launch(NamedTuple):
@@ -129,8 +143,12 @@ class StepCounter(SimulatedCuda):
                 result = function(*arguments, **options)
             finally:
                 self._parts.pop()
-            leaves = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
-            nodes: list[Any] = [leaf.grad_fn for leaf in leaves]
+
+            # The nodes between the result and those that already have a part.
+            nodes: list[Any] = []
+            for leaf in tree_leaves(result):
+                if isinstance(leaf, Tensor):
+                    nodes.append(leaf.grad_fn)
             while nodes:
                 node = nodes.pop()
                 if node is not None and "part" not in node.metadata:
@@ -151,7 +169,7 @@ class StepCounter(SimulatedCuda):
         return call
 
 
-def count_step(files: list[str], *overrides: str) -> dict[str, Any]:
+def count_step(files: list[str], *overrides: str) -> Counts:
     """The counts of a training step, see `main`. Requires `process_group()`."""
     # The simulated GPU is part of the tests.
     from tests.support.simulated_cuda.training import SimulatedTraining
@@ -162,34 +180,17 @@ def count_step(files: list[str], *overrides: str) -> dict[str, Any]:
         training.third_step()
         engine = training.engine
         parameters = count_parameters(engine.layers(), engine.settings)
-        outside, length = parameters["outside_embedding"], engine.seq_length
-        of_token = flops_per_token(outside, engine.config.model, length)
+        length = engine.seq_length
+        of_token = flops_per_token(parameters["outside_embedding"], engine.config.model, length)
         model_flops = engine.global_batch * length * of_token
 
-    # Sums by part of the step, and by kernel. Matrix products count as arithmetic, not traffic.
+    # Matrix products count as arithmetic, not traffic.
     launches = device.launches
     kernels, traffic = Counter[str](), Counter[str]()
-    details: dict[tuple[str, str], list[int]] = {}
     for name, part, cost in launches:
         kernels[part] += cost.launches
         if not cost.flops or name.startswith("triton."):
             traffic[part] += cost.bytes
-        totals = details.setdefault((part, name), [0, 0, 0])
-        totals[:] = (total + value for total, value in zip(totals, cost, strict=True))
-
-    # The MFU if every kernel took as long as its arithmetic or its traffic.
-    bounds: dict[str, list[float]] = {}
-    for name, bandwidth in BANDWIDTHS.items():
-        peak, bounds[name] = PEAK_FLOPS[name], []
-        for flops, memory in EFFICIENCIES:
-            seconds = step_seconds(launches, peak * flops, bandwidth * memory)
-            bounds[name].append(model_flops / peak / seconds)
-
-    # Kernels with the most traffic first.
-    by_kernel = []
-    columns = ("part", "name", "launches", "bytes", "flops")
-    for key, totals in sorted(details.items(), key=lambda item: -item[1][1]):
-        by_kernel.append(dict(zip(columns, (*key, *totals), strict=True)))
 
     # All counts, as `--json` writes them.
     return {
@@ -202,9 +203,35 @@ def count_step(files: list[str], *overrides: str) -> dict[str, Any]:
         "model flops": model_flops,
         "bytes saved for backward": device.saved,
         "peak bytes": device.peak,
-        "MFU bound": bounds,
-        "details": by_kernel,
+        "MFU bound": mfu_bounds(launches, model_flops),
+        "details": by_kernel(launches),
     }
+
+
+def mfu_bounds(launches: list[Launch], model_flops: float) -> dict[str, list[float]]:
+    """GPU -> the MFU at each of EFFICIENCIES, if every kernel took as long as its arithmetic or its
+    traffic.
+    """
+    bounds: dict[str, list[float]] = {}
+    for name, bandwidth in BANDWIDTHS.items():
+        peak = PEAK_FLOPS[name]
+        bounds[name] = []
+        for flops, memory in EFFICIENCIES:
+            seconds = step_seconds(launches, peak * flops, bandwidth * memory)
+            bounds[name].append(model_flops / peak / seconds)
+    return bounds
+
+
+def by_kernel(launches: list[Launch]) -> list[Counts]:
+    """The sums by part of the step and kernel. Kernels with the most traffic come first."""
+    details: dict[tuple[str, str], Counts] = {}
+    for name, part, cost in launches:
+        empty = {"part": part, "name": name, "launches": 0, "bytes": 0, "flops": 0}
+        totals = details.setdefault((part, name), empty)
+        totals["launches"] += cost.launches
+        totals["bytes"] += cost.bytes
+        totals["flops"] += cost.flops
+    return sorted(details.values(), key=lambda totals: -totals["bytes"])
 
 
 def with_totals(values: Counter[str]) -> dict[str, int]:
@@ -220,10 +247,13 @@ def with_totals(values: Counter[str]) -> dict[str, int]:
 
 def step_seconds(launches: list[Launch], flops: float, bandwidth: float) -> float:
     """Seconds of a step at these rates in FLOP/s and bytes/s, one kernel after the other."""
-    return sum(max(launch.cost.flops / flops, launch.cost.bytes / bandwidth) for launch in launches)
+    seconds = 0.0
+    for _, _, cost in launches:
+        seconds += max(cost.flops / flops, cost.bytes / bandwidth)
+    return seconds
 
 
-def rows(counts: dict[str, Any]) -> Iterator[tuple[str, str]]:
+def rows(counts: Counts) -> Iterator[tuple[str, str]]:
     """The rows of a recipe's column."""
     yield "parameters", f"{counts['parameters'] / 1e6:,.0f}M"
     for name in ("forward and backward", "optimizer", "total"):
@@ -240,13 +270,49 @@ def rows(counts: dict[str, Any]) -> Iterator[tuple[str, str]]:
         yield f"MFU bound, {name}", " / ".join(f"{bound:.0%}" for bound in bounds)
 
 
-def layer_row(recipe: str, method: str, *overrides: str) -> tuple[str, str]:
+def layer_row(recipe: str, method: str, overrides: list[str]) -> tuple[str, str]:
     """The kernel launches and traffic that a third layer adds."""
     files, part = [recipe, f"pos_emb/{method}.yml"], "forward and backward"
-    two, three = (count_step(files, *overrides, f"num-layers={layers}") for layers in (2, 3))
+    two = count_step(files, *overrides, "num-layers=2")
+    three = count_step(files, *overrides, "num-layers=3")
     kernels = three["kernels"][part] - two["kernels"][part]
     traffic = three["bytes outside matmuls"][part] - two["bytes outside matmuls"][part]
     return f"{kernels:,}", f"{traffic / 1e9:.1f}"
+
+
+def layer_table(recipe: str, methods: list[str], overrides: list[str]) -> Table:
+    """The difference between three layers and two, a row per method."""
+    title = (
+        f"{recipe}, torch {torch.__version__}: per layer, forward and backward pass; counted, not "
+        "measured"
+    )
+    headers = ("", "kernel launches", "GB outside matmuls")
+    table = Table(*headers, title=title, title_justify="left")
+    for method in methods:
+        table.add_row(method, *layer_row(recipe, method, overrides))
+    return table
+
+
+def recipe_table(method: str, results: dict[str, Counts]) -> Table:
+    """The counts of a method, a column per recipe."""
+    title = f"{method}, torch {torch.__version__}: counted, not measured"
+    table = Table("", *results, title=title, title_justify="left")
+    columns = [dict(rows(counts)) for counts in results.values()]
+    for name in columns[0]:
+        table.add_row(name, *(column[name] for column in columns))
+    return table
+
+
+def kernel_table(recipe: str, details: list[Counts]) -> Table:
+    """Launches and traffic, a row per kernel."""
+    headers = ("part", "kernel", "launches", "GB", "TFLOPs")
+    table = Table(*headers, title=recipe, title_justify="left")
+    for row in details:
+        launches = f"{row['launches']:,}"
+        traffic = f"{row['bytes'] / 1e9:.2f}"
+        flops = f"{row['flops'] / 1e12:.2f}"
+        table.add_row(row["part"], row["name"], launches, traffic, flops)
+    return table
 
 
 def main() -> None:
@@ -279,25 +345,20 @@ def main() -> None:
 
     # The simulated GPU needs a preloaded library, so start the program again with it.
     if not is_active():
-        os.execve(sys.executable, [sys.executable, *sys.argv], environment())
+        command = [sys.executable, *sys.argv]
+        os.execve(sys.executable, command, environment())
     from tests.support.simulated_cuda.training import process_group
 
-    width = None if sys.stdout.isatty() else 140
+    # Output to a file is not wrapped.
+    width = None
+    if not sys.stdout.isatty():
+        width = 140
     console = Console(width=width)
-
-    # Per layer: the difference between three layers and two.
     if options.per_layer:
         recipe = options.recipe[0]
-        title = (
-            f"{recipe}, torch {torch.__version__}: per layer, forward and backward pass; counted, "
-            "not measured"
-        )
-        headers = ("", "kernel launches", "GB outside matmuls")
-        table = Table(*headers, title=title, title_justify="left")
-        overrides = (*RECIPES.get(recipe, ()), *options.set)
+        overrides = RECIPES.get(recipe, []) + options.set
         with process_group():
-            for method in options.per_layer:
-                table.add_row(method, *layer_row(recipe, method, *overrides))
+            table = layer_table(recipe, options.per_layer, overrides)
         console.print(table)
         return
 
@@ -306,27 +367,14 @@ def main() -> None:
     with process_group():
         for recipe in options.recipe:
             files = [recipe, f"pos_emb/{options.method}.yml"]
-            results[recipe] = count_step(files, *RECIPES.get(recipe, ()), *options.set)
-    columns = {recipe: dict(rows(counts)) for recipe, counts in results.items()}
-    title = f"{options.method}, torch {torch.__version__}: counted, not measured"
-    table = Table("", *columns, title=title, title_justify="left")
-    for name in dict.fromkeys(name for column in columns.values() for name in column):
-        table.add_row(name, *(column.get(name, "") for column in columns.values()))
-    console.print(table)
-
-    # Kernels, and the file.
+            overrides = RECIPES.get(recipe, []) + options.set
+            results[recipe] = count_step(files, *overrides)
+    console.print(recipe_table(options.method, results))
     if options.names:
-        for recipe in options.recipe:
-            numbers = ("launches", "GB", "TFLOPs")
-            table = Table("part", "kernel", *numbers, title=recipe, title_justify="left")
-            for row in results[recipe]["details"]:
-                traffic, flops = f"{row['bytes'] / 1e9:.2f}", f"{row['flops'] / 1e12:.2f}"
-                launches = f"{row['launches']:,}"
-                table.add_row(row["part"], row["name"], launches, traffic, flops)
-            console.print(table)
+        for recipe, counts in results.items():
+            console.print(kernel_table(recipe, counts["details"]))
     if options.json:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps(results, indent=1) + "\n")
+        write_json(options.json, results)
 
 
 if __name__ == "__main__":

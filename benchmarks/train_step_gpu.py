@@ -15,6 +15,7 @@ bf16 peak; recomputation is not counted.
 
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +24,14 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.support.gpu import Bench, close_enough
+from benchmarks.support.gpu import Bench, Row, close_enough
 from benchmarks.support.materialized import MATERIALIZED
-from benchmarks.support.models import PlainConfig, PlainDecoder, initialized_gpt
+from benchmarks.support.models import (
+    PlainConfig,
+    PlainDecoder,
+    initialized_gpt,
+    random_batch,
+)
 from kerple.attention import dispatch
 from megatron.model.gpt import GPT
 from megatron.model.settings import ModelSettings
@@ -48,9 +54,11 @@ COMPARED = ("kerple_log", "kerple_bias_wht")
 
 def model_settings(pos_emb: str, backend: str, dry: bool) -> ModelSettings:
     # Layers, hidden size, heads, length.
-    sizes, vocabulary = (12, 768, 12, 512), 50_304
+    sizes = 12, 768, 12, 512
+    vocabulary = 50_304
     if dry:
-        sizes, vocabulary = (1, 32, 2, 16), 96
+        sizes = 1, 32, 2, 16
+        vocabulary = 96
     config: Any = PlainConfig(*sizes, pos_emb=pos_emb, attention_backend=backend)
     return ModelSettings(config, vocabulary)
 
@@ -62,7 +70,7 @@ def training_step(
     with the GPU.
     """
     model.bfloat16()
-    weights: list[Tensor] = [each for each in model.parameters() if each.requires_grad]
+    weights: list[Tensor] = list(model.parameters())
     masters = [weight.detach().float() for weight in weights]
     optimizer = torch.optim.AdamW(masters, lr=6e-4, weight_decay=0.0, fused=True)
 
@@ -73,7 +81,8 @@ def training_step(
         # Clip the gradients, in float32.
         gradients = [weight.grad.float() for weight in weights if weight.grad is not None]
         norm = torch.nn.utils.get_total_norm(gradients)
-        torch._foreach_mul_(gradients, (1.0 / (norm + 1e-6)).clamp(max=1.0))
+        factor = 1.0 / (norm + 1e-6)
+        torch._foreach_mul_(gradients, factor.clamp(max=1.0))
         for master, gradient in zip(masters, gradients, strict=True):
             master.grad = gradient
         optimizer.step()
@@ -96,18 +105,76 @@ def check(bench: Bench) -> bool:
             # The same weights and text for both.
             settings = model_settings(pos_emb, backend, dry=True)
             model = initialized_gpt(settings).to(bench.device, dtype)
-            torch.manual_seed(0)
-            text = torch.randint(settings.padded_vocab_size, (2, 17)).to(bench.device)
-            value = model.loss(text[:, :-1], text[:, 1:].contiguous())
-            gradients.append(torch.autograd.grad(value, list(model.parameters())))
-        passed, errors = True, []
+            tokens, labels = random_batch(2, 16, settings.padded_vocab_size, bench.device)
+            loss = model.loss(tokens, labels)
+            parameters = list(model.parameters())
+            gradients.append(torch.autograd.grad(loss, parameters))
+
+        # Every parameter has an error.
+        passed = True
+        largest = 0.0
         for actual, exact in zip(*gradients, strict=True):
             close, error = close_enough(actual, exact.double(), 1e-3)
             passed &= close
-            errors.append(error)
+            largest = max(largest, error)
         all_passed &= passed
-        bench.attempt({"check": pos_emb, "ok": passed, "largest_error": max(errors)}, dict)
+        bench.add({"check": pos_emb, "ok": passed, "largest_error": largest})
     return bench.record_check(all_passed)
+
+
+def measure(bench: Bench, name: str, backend: str | None, plain: float | None) -> Row:
+    """The rates and memory of a case. backend: None for the plain GPT. plain: its seconds, or None
+    if they are not known.
+    """
+    settings = model_settings(name, backend or "auto", bench.dry)
+    config = settings.config
+    batch, length = bench.sized(32, 2), config.shape.max_positions
+    tokens, labels = random_batch(batch, length, settings.padded_vocab_size, bench.device)
+
+    # The model, and its parameters outside of the embedding, which count as arithmetic.
+    model: GPT | PlainDecoder
+    if backend is None:
+        model = plain_decoder(settings).to(bench.device)
+        outside = -model.embedding.weight.numel()
+        outside += sum(each.numel() for each in model.parameters())
+    else:
+        model = initialized_gpt(settings).to(bench.device)
+        outside = count_parameters(model.layers(), settings)["outside_embedding"]
+
+    # Steps with the optimizer, for about three seconds.
+    step = training_step(model, tokens, labels)
+    seconds, _ = bench.measure(step, seconds=3)
+    per_second = batch * length / seconds
+    if backend is None:
+        plain = seconds
+
+    # Rates, and memory with the optimizer states.
+    mfu = peak_gib = ratio = None
+    peak = peak_flops(bench.device)
+    if peak is not None:
+        mfu = per_second * flops_per_token(outside, config, length) / peak
+    if not bench.dry:
+        peak_gib = torch.cuda.max_memory_allocated() / 2**30
+    if plain is not None:
+        ratio = seconds / plain
+    return {
+        "seconds_per_step": seconds,
+        "tokens_per_second": per_second,
+        "mfu": mfu,
+        "peak_gib": peak_gib,
+        "ratio_to_plain": ratio,
+    }
+
+
+def plain_decoder(settings: ModelSettings) -> PlainDecoder:
+    """A plain GPT of the same size."""
+    config = settings.config
+    return PlainDecoder(
+        settings.padded_vocab_size,
+        config.num_layers,
+        config.hidden_size,
+        config.num_attention_heads,
+    )
 
 
 def main() -> int:
@@ -117,75 +184,24 @@ def main() -> int:
         return 1
     dispatch.BACKENDS[MATERIALIZED.name] = MATERIALIZED
 
+    # The plain GPT, whose attention is PyTorch's. The others are compared with it.
+    row = {"name": "plain GPT", "backend": "sdpa"}
+    measured = bench.attempt(row, partial(measure, bench, "none", None, None)) or {}
+    plain = measured.get("seconds_per_step")
+
     # Each method, then another way to compute a few of them.
-    cases: list[tuple[str, str | None]] = [("plain GPT", None)]
+    cases = [(method, "auto") for method in METHODS]
+    cases += [(method, "materialized") for method in COMPARED]
     if bench.options.quick:
-        cases += [(method, "auto") for method in QUICK_METHODS]
-    else:
-        cases += [(method, "auto") for method in METHODS]
-        cases += [(method, "materialized") for method in COMPARED]
-    baseline: dict[str, float] = {}
+        cases = [(method, "auto") for method in QUICK_METHODS]
     if bench.dry:
-        cases = cases[:3]
-    batch = bench.sized(32, 2)
-
-    # The plain GPT comes first, as the others are compared with it.
+        cases = cases[:2]
     for name, backend in cases:
-        settings = model_settings(name, backend or "auto", bench.dry)
-        if backend is None:
-            settings = model_settings("none", "auto", bench.dry)
-
-        # The default arguments bind the values of this iteration.
-        def measure(settings=settings, name=name, backend=backend) -> dict[str, object]:
-            # The same text for all cases.
-            torch.manual_seed(1234)
-            config = settings.config
-            length = config.shape.max_positions
-            text = torch.randint(settings.padded_vocab_size, (batch, length + 1)).to(bench.device)
-            sizes = (
-                settings.padded_vocab_size,
-                config.num_layers,
-                config.hidden_size,
-                config.num_attention_heads,
-            )
-
-            # The model, and its parameters outside of the embedding, which count as arithmetic.
-            if backend is None:
-                model: GPT | PlainDecoder = PlainDecoder(*sizes).to(bench.device)
-                counts = {name: each.numel() for name, each in model.named_parameters()}
-                outside = sum(counts.values()) - counts["embedding.weight"]
-            else:
-                model = initialized_gpt(settings).to(bench.device)
-                outside = count_parameters(model.layers(), settings)["outside_embedding"]
-
-            # Steps with the optimizer, for about three seconds.
-            step = training_step(model, text[:, :-1].contiguous(), text[:, 1:].contiguous())
-            seconds, _ = bench.measure(step, seconds=3)
-            per_second = batch * length / seconds
-            if backend is None:
-                baseline["plain"] = seconds
-
-            # Rates, and memory with the optimizer states.
-            mfu = peak_gib = ratio = None
-            peak = peak_flops(bench.device)
-            if peak is not None:
-                mfu = per_second * flops_per_token(outside, config, length) / peak
-            if not bench.dry:
-                peak_gib = torch.cuda.max_memory_allocated() / 2**30
-            if baseline:
-                ratio = seconds / baseline["plain"]
-            return {
-                "seconds_per_step": seconds,
-                "tokens_per_second": per_second,
-                "mfu": mfu,
-                "peak_gib": peak_gib,
-                "ratio_to_plain": ratio,
-            }
-
         # A failed case does not end the benchmark.
-        bench.attempt({"name": name, "backend": backend or "sdpa"}, measure)
         if not bench.dry:
             torch.cuda.empty_cache()
+        row = {"name": name, "backend": backend}
+        bench.attempt(row, partial(measure, bench, name, backend, plain))
     return 0
 
 

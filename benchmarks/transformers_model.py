@@ -7,7 +7,6 @@ By hand, the bias is a mask `[1, h, s, s]`, built once per step, which PyTorch's
 the scores and differentiates.
 """
 
-import argparse
 import copy
 import sys
 from collections.abc import Callable
@@ -19,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.support.timing import add_options, apply_options, compare, show, write_json
+from benchmarks.support.timing import CpuBench, option_parser
 from kerple.positional import KerpleLog
 from kerple.transformers import use_positional
 from megatron.utils.command_line import run_main
@@ -40,12 +39,16 @@ def alternatives(length: int) -> dict[str, Callable[[], object]]:
         num_attention_heads=HEADS,
         max_position_embeddings=max(LENGTHS),
     )
+
+    # The same weights three times.
     own = AutoModelForCausalLM.from_config(config)
     added = copy.deepcopy(own)
     use_positional(added, "kerple_log")
-    by_hand, method = copy.deepcopy(own), KerpleLog(HEADS)
+    by_hand = copy.deepcopy(own)
+    method = KerpleLog(HEADS)
     tokens = torch.randint(0, VOCABULARY, (TOKENS // length, length))
 
+    # By hand: a mask in which later keys have a bias of minus infinity, [1, h, s, s].
     def mask() -> Tensor:
         places = torch.arange(length)
         distance = places[:, None] - places  # [s, s]
@@ -54,7 +57,8 @@ def alternatives(length: int) -> dict[str, Callable[[], object]]:
 
     def step(model: torch.nn.Module, **inputs: Tensor) -> None:
         model.zero_grad()
-        model(tokens, labels=tokens, use_cache=False, **inputs).loss.backward()
+        outputs = model(tokens, labels=tokens, use_cache=False, **inputs)
+        outputs.loss.backward()
 
     return {
         "own attention": lambda: step(own),
@@ -63,18 +67,12 @@ def alternatives(length: int) -> dict[str, Callable[[], object]]:
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
-    add_options(parser)
-    options = parser.parse_args()
-    clock = apply_options(options)
-    results = {}
+def main() -> int:
+    bench = CpuBench(option_parser(__doc__).parse_args())
     for length in LENGTHS:
         title = f"training step of {TOKENS:,} tokens at length {length:,}"
-        results[title] = compare(alternatives(length), rounds=options.rounds, clock=clock)
-        show(title, results[title])
-    if options.json:
-        write_json(options.json, results)
+        bench.measure(title, alternatives(length))
+    return bench.finish()
 
 
 if __name__ == "__main__":

@@ -5,8 +5,9 @@
 import json
 import math
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +26,16 @@ LOG = "kerple_log"
 BASELINES = ("alibi", "rpe", "kerple_power_ap_", "rotary", "sinusoidal")
 BEYOND = (4, 8, 16, 32)  # multiples of the training length: those of the paper, without 2
 MARGIN = 0.02  # nats per token
-PAPER_CORPORA = {"debian_c": "github", "debian_prose": "openwebtext2", "debian_latex": "arxiv"}
+PAPER_CORPORA = {
+    "debian_c": "github",
+    "debian_prose": "openwebtext2",
+    "debian_latex": "arxiv",
+}
 # The positions with little context, see megatron.training.validation.in_context_score.
 IN_CONTEXT = (8, 32)
+Records = Sequence[AnyRecord]
+# Method and seed -> multiple of the training length -> the record.
+Runs = dict[tuple[str, int], dict[int, AnyRecord]]
 
 
 @dataclass(frozen=True)
@@ -53,15 +61,19 @@ class Comparison:
         """The standard error of the mean. Its variance is the sum of those over seeds and over
         documents, as in Clark's min F' (1973); with one seed, that over documents.
         """
-        seeds, of_seeds = len(self.by_seed), 0.0
+        variance = self.documents
+        seeds = len(self.by_seed)
         if seeds > 1:
-            of_seeds = statistics.variance(self.by_seed) / seeds
-        return math.sqrt(of_seeds + self.documents)
+            variance += statistics.variance(self.by_seed) / seeds
+        return math.sqrt(variance)
 
     @property
     def interval(self) -> tuple[float, float]:
-        """The 95 % interval, with the degrees of freedom of the seeds; at least two are needed."""
-        width = float(t_distribution.ppf(0.975, len(self.by_seed) - 1)) * self.stderr
+        """Student's 95 % interval, with the degrees of freedom of the seeds; at least two are
+        needed.
+        """
+        quantile = float(t_distribution.ppf(0.975, len(self.by_seed) - 1))
+        width = quantile * self.stderr
         return self.mean - width, self.mean + width
 
     @property
@@ -70,16 +82,16 @@ class Comparison:
         low, high = self.interval
         within = low >= -MARGIN and high <= MARGIN
 
-        # The paper's difference is small: ours must be too.
+        # If the paper's difference is small, ours must be too. If not, ours must be on the same
+        # side of 0, and not small.
         if abs(self.paper) < MARGIN:
-            agrees, disagrees = within, low > MARGIN or high < -MARGIN
+            agrees = within
+            disagrees = low > MARGIN or high < -MARGIN
         else:
-            # It is not: ours must be on the same side of 0, and not small.
-            same_side, other_side = low > 0, high < 0
             if self.paper < 0:
-                same_side, other_side = other_side, same_side
-            agrees = same_side and abs(self.mean) >= MARGIN
-            disagrees = other_side or within
+                low, high = -high, -low
+            agrees = low > 0 and abs(self.mean) >= MARGIN
+            disagrees = high < 0 or within
         if agrees:
             return "agrees"
         if disagrees:
@@ -88,7 +100,7 @@ class Comparison:
 
 
 def compare(
-    records: Iterable[AnyRecord], corpus: str, baseline: str, multiples: Sequence[int]
+    records: Records, corpus: str, baseline: str, multiples: Sequence[int]
 ) -> Comparison | None:
     """Log minus the baseline with full attention, the mean over lengths that are these multiples of
     the training length. None without a seed that both methods have at every length.
@@ -96,78 +108,114 @@ def compare(
     Raises UserError if two runs have the same method and seed, if a run has no loss, or if the runs
     have other tokens, models or numbers of steps than each other.
     """
-    # The records of both methods at these lengths, by method and seed.
-    runs: dict[tuple[str, int], dict[int, AnyRecord]] = {}
-    for record in records:
-        if (record["kind"], record["mode"], record["corpus"]) != ("extrapolation", "full", corpus):
-            continue
-        multiple, rest = divmod(record["length"], record["train_length"])
-        if record["pos_emb"] not in (LOG, baseline) or rest or multiple not in multiples:
-            continue
-        if record["loss"] is None:
-            raise UserError(
-                f"{corpus}: {record['pos_emb']}, seed {record['seed']}, has no loss at length "
-                f"{record['length']:,} ({record['note']}); a comparison without this run would "
-                "favor its method"
-            )
-        run = runs.setdefault((record["pos_emb"], record["seed"]), {})
-        if multiple in run:
-            raise UserError(
-                f"{corpus}: {record['pos_emb']}, seed {record['seed']}, has two losses at length "
-                f"{record['length']:,}; keep the records of one evaluation"
-            )
-        run[multiple] = record
-
     # Pairs of runs with the same seed.
-    complete = {key: run for key, run in runs.items() if len(run) == len(multiples)}
-    of_log, of_baseline = ({s for method, s in complete if method == m} for m in (LOG, baseline))
-    seeds = sorted(of_log & of_baseline)
+    runs = _complete_runs(records, corpus, (LOG, baseline), multiples)
+    seeds = sorted(seed for method, seed in runs if method == LOG and (baseline, seed) in runs)
     if not seeds:
         return None
 
     # The difference of each pair of runs, and its mean over pairs and lengths for each document.
     by_seed, by_document = [], []
-    first = complete[LOG, seeds[0]][multiples[0]]
+    first = runs[LOG, seeds[0]][multiples[0]]
     for seed in seeds:
-        logs, others = complete[LOG, seed], complete[baseline, seed]
-        for record in (*logs.values(), *others.values()):
-            if _conditions(record) != _conditions(first):
-                raise UserError(
-                    f"{corpus}: {record['pos_emb']}, seed {seed}, length {record['length']:,}, has "
-                    f"other tokens, another model or another number of steps than {LOG}, seed "
-                    f"{seeds[0]}; keep comparable records"
-                )
+        logs, others = runs[LOG, seed], runs[baseline, seed]
         differences = []
         for multiple in multiples:
             log, other = logs[multiple], others[multiple]
+            _check_conditions(log, first)
+            _check_conditions(other, first)
             differences.append(log["loss"] - other["loss"])
             by_document.append(np.subtract(log["groups"]["losses"], other["groups"]["losses"]))
         by_seed.append(statistics.fmean(differences))
     tokens = np.array(first["groups"]["tokens"])
-    error = standard_error(np.mean(by_document, axis=0) * tokens, tokens) or 0.0
+    of_documents = np.mean(by_document, axis=0) * tokens
+    error = standard_error(of_documents, tokens) or 0.0
     return Comparison(tuple(by_seed), error**2, paper_difference(corpus, baseline, multiples))
+
+
+def _complete_runs(
+    records: Records, corpus: str, methods: Sequence[str], multiples: Sequence[int]
+) -> Runs:
+    """The runs of these methods that have all multiples. Raises UserError as `compare`."""
+    runs: Runs = {}
+    for record in records:
+        # Losses of these methods with full attention, at these lengths.
+        kind = record["kind"], record["mode"], record["corpus"]
+        if kind != ("extrapolation", "full", corpus) or record["pos_emb"] not in methods:
+            continue
+        multiple, rest = divmod(record["length"], record["train_length"])
+        if rest or multiple not in multiples:
+            continue
+        if record["loss"] is None:
+            raise UserError(
+                f"{_name(record)}, has no loss at length {record['length']:,} "
+                f"({record['note']}); a comparison without this run would favor its method"
+            )
+        run = runs.setdefault((record["pos_emb"], record["seed"]), {})
+        if multiple in run:
+            raise UserError(
+                f"{_name(record)}, has two losses at length {record['length']:,}; keep the records "
+                "of one evaluation"
+            )
+        run[multiple] = record
+    return {key: run for key, run in runs.items() if len(run) == len(multiples)}
+
+
+def _name(record: AnyRecord) -> str:
+    """The run of a record, for messages."""
+    return f"{record['corpus']}: {record['pos_emb']}, seed {record['seed']}"
+
+
+def _check_conditions(record: AnyRecord, first: AnyRecord) -> None:
+    """Raise UserError if two records cannot be compared."""
+    if _conditions(record) != _conditions(first):
+        raise UserError(
+            f"{_name(record)}, length {record['length']:,}, has other tokens, another model or "
+            f"another number of steps than {LOG}, seed {first['seed']}; keep comparable records"
+        )
 
 
 def _conditions(record: AnyRecord) -> tuple[object, ...]:
     """What two records must share to be compared."""
     checkpoint = record["checkpoint"]
-    model = checkpoint["layers"], checkpoint["hidden_size"], checkpoint["iteration"]
-    return record["train_length"], record["targets"], record["groups"]["tokens"], *model
+    return (
+        record["train_length"],
+        record["targets"],
+        record["groups"]["tokens"],
+        checkpoint["layers"],
+        checkpoint["hidden_size"],
+        checkpoint["iteration"],
+    )
 
 
 def paper_difference(corpus: str, baseline: str, multiples: Sequence[int]) -> float:
     """The loss of log minus that of the baseline in KERPLE's Table 3, the mean over lengths."""
     table = load_published("kerple-3")
+    paper_corpus = PAPER_CORPORA[corpus]
+    differences = []
+    for multiple in multiples:
+        # Perplexities, with their standard errors.
+        losses = []
+        for method in (LOG, baseline):
+            text = table.value(paper_corpus, Method(method), multiple * table.train_length)
+            mean, _, _ = (text or "").partition(" ")
+            losses.append(math.log(float(mean)))
+        of_log, of_baseline = losses
+        differences.append(of_log - of_baseline)
+    return statistics.fmean(differences)
 
-    def loss(method: str, multiple: int) -> float:
-        text = table.value(PAPER_CORPORA[corpus], Method(method), multiple * table.train_length)
-        mean, _, _ = (text or "").partition(" ")
-        return math.log(float(mean))
 
-    return statistics.fmean(loss(LOG, each) - loss(baseline, each) for each in multiples)
+def method_name(pos_emb: str) -> str:
+    """The name of a method in text and figures."""
+    return display_name(Method(pos_emb))
 
 
-def comparison_table(records: Sequence[AnyRecord], baselines: Sequence[str] = BASELINES) -> Table:
+def text_row(labels: tuple[str, ...], cells: Sequence[str]) -> Row:
+    """A row of a table without marks."""
+    return Row(labels, tuple(map(Cell, cells)))
+
+
+def comparison_table(records: Records, baselines: Sequence[str] = BASELINES) -> Table:
     """A row per baseline and length, two columns per corpus: ours and the paper's."""
     corpora = sorted({record["corpus"] for record in records}, key=corpus_sort_key)
     lines = []
@@ -178,12 +226,12 @@ def comparison_table(records: Sequence[AnyRecord], baselines: Sequence[str] = BA
             for corpus in corpora:
                 found = compare(records, corpus, baseline, multiples)
                 if found is None or len(found.by_seed) < 2:
-                    cells += [Cell(NOT_MEASURED)] * 2
+                    cells += [NOT_MEASURED, NOT_MEASURED]
                     continue
                 low, high = found.interval
-                cells.append(Cell(f"{found.word}<br>{found.mean:+.3f} [{low:+.3f}, {high:+.3f}]"))
-                cells.append(Cell(f"{found.paper:+.3f}"))
-            lines.append(Row((display_name(Method(baseline)), where), tuple(cells)))
+                cells.append(f"{found.word}<br>{found.mean:+.3f} [{low:+.3f}, {high:+.3f}]")
+                cells.append(f"{found.paper:+.3f}")
+            lines.append(text_row((method_name(baseline), where), cells))
 
     # Each corpus has a column of the paper.
     columns: list[str] = []
@@ -193,7 +241,7 @@ def comparison_table(records: Sequence[AnyRecord], baselines: Sequence[str] = BA
     return Table("comparisons", "Primary comparisons", labels, tuple(columns), tuple(lines))
 
 
-def differences_by_length(records: Sequence[AnyRecord], baselines: Sequence[str]) -> Table:
+def differences_by_length(records: Records, baselines: Sequence[str]) -> Table:
     """Log minus each baseline at each length, ± one standard error, for records of one corpus."""
     ((corpus, train_length),) = {(record["corpus"], record["train_length"]) for record in records}
     lengths = sorted({record["length"] for record in records if record["kind"] == "extrapolation"})
@@ -204,61 +252,71 @@ def differences_by_length(records: Sequence[AnyRecord], baselines: Sequence[str]
         for length in lengths:
             comparison = compare(records, corpus, baseline, (length // train_length,))
             if comparison is None:
-                cells.append(Cell(NOT_MEASURED))
+                cells.append(NOT_MEASURED)
             else:
                 seeds.append(len(comparison.by_seed))
-                cells.append(Cell(f"{comparison.mean:+.3f} ± {comparison.stderr:.3f}"))
-        lines.append(Row((display_name(Method(baseline)), str(max(seeds))), tuple(cells)))
+                cells.append(f"{comparison.mean:+.3f} ± {comparison.stderr:.3f}")
+        labels = method_name(baseline), str(max(seeds))
+        lines.append(text_row(labels, cells))
     columns = tuple(map(format_length, lengths))
     return Table("differences", "Differences", ("log minus", "seeds"), columns, tuple(lines))
 
 
-def loss_frame(records: Iterable[AnyRecord]) -> DataFrame:
+def loss_frame(records: Records) -> DataFrame:
     """The losses of all runs.
 
     Columns: corpus, train_length, pos_emb, mode (its kind), seed, length, value ...
     """
     frame = measurements(records, "extrapolation", "loss").frame
-    frame["corpus"] = [setting.corpus for setting in frame["setting"]]
-    frame["train_length"] = [setting.train_length for setting in frame["setting"]]
-    frame["pos_emb"] = [method.pos_emb for method in frame["method"]]
-    frame["mode"] = [method.kind.mode for method in frame["method"]]
-    return frame
+    settings, methods = frame["setting"], frame["method"]
+    return frame.assign(
+        corpus=settings.map(attrgetter("corpus")),
+        train_length=settings.map(attrgetter("train_length")),
+        pos_emb=methods.map(attrgetter("pos_emb")),
+        mode=methods.map(attrgetter("kind.mode")),
+    )
 
 
-def costs(records: Iterable[AnyRecord]) -> DataFrame:
+def costs(records: Records) -> DataFrame:
     """The cost of extrapolation of each run: the loss with all keys minus that with a window of the
     training length.
 
     Columns: corpus, train_length, pos_emb, seed, length, cost.
     """
     frame = loss_frame(records)
-    keys = ["corpus", "train_length", "pos_emb", "seed", "length"]
-    frame = frame.set_index(keys)
+    frame = frame.set_index(["corpus", "train_length", "pos_emb", "seed", "length"])
     full = frame[frame["mode"] == "full"]["value"]
     window = frame[frame["mode"] == "window"]["value"]
     return (full - window).dropna().rename("cost").reset_index()
 
 
-def in_context_scores(records: Iterable[AnyRecord]) -> DataFrame:
+def _by_position(records: Records) -> Iterator[AnyRecord]:
+    """The records of losses by position with full attention, of which some have no losses."""
+    for record in records:
+        if record["kind"] == "positions" and record["mode"] == "full" and record["losses"]:
+            yield record
+
+
+def in_context_scores(records: Records) -> DataFrame:
     """The in-context score and the loss of each run at its training length, from the losses by
     position.
 
     Columns: corpus, pos_emb, seed, score, loss. A record whose bins do not have the needed edges
-        has no row.
+    has no row.
     """
     rows = []
-    for record in records:
-        length = record["train_length"]
-        if (record["kind"], record["mode"], record["length"]) != ("positions", "full", length):
+    for record in _by_position(records):
+        length, edges = record["train_length"], record["edges"]
+        needed = [*IN_CONTEXT, length * 3 // 4]
+        if record["length"] != length or not set(needed) <= set(edges):
             continue
-        edges, losses = record["edges"], record["losses"]
-        if losses and {*IN_CONTEXT, length * 3 // 4} <= set(edges):
-            # The loss of the last quarter minus that of the first positions.
-            first, end, last = map(edges.index, (*IN_CONTEXT, length * 3 // 4))
-            score = statistics.fmean(losses[last:]) - statistics.fmean(losses[first:end])
-            loss = float(np.average(losses, weights=record["counts"]))
-            rows.append((record["corpus"], record["pos_emb"], record["seed"], score, loss))
+
+        # The loss of the last quarter minus that of the first positions.
+        losses = record["losses"]
+        first, end, last = map(edges.index, needed)
+        score = statistics.fmean(losses[last:]) - statistics.fmean(losses[first:end])
+        loss = float(np.average(losses, weights=record["counts"]))
+        rows.append((record["corpus"], record["pos_emb"], record["seed"], score, loss))
     return DataFrame(rows, columns=["corpus", "pos_emb", "seed", "score", "loss"])
 
 
@@ -274,16 +332,16 @@ def training_progress(logs: Mapping[tuple[str, int], Path], length: int) -> Data
     """
     rows = []
     for (pos_emb, seed), path in logs.items():
-        lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        text = path.read_text(encoding="utf-8")
+        lines = [json.loads(line) for line in text.splitlines()]
         for values in lines:
-            if values.get("run") != lines[-1].get("run"):
-                continue
-            if (score := values.get(f"extrapolation/in_context_score/{length}")) is not None:
+            score = values.get(f"extrapolation/in_context_score/{length}")
+            if score is not None and values.get("run") == lines[-1].get("run"):
                 rows.append((pos_emb, seed, values["iteration"], score))
     return DataFrame(rows, columns=["pos_emb", "seed", "step", "score"])
 
 
-def position_differences(records: Iterable[AnyRecord], length: int) -> DataFrame:
+def position_differences(records: Records, length: int) -> DataFrame:
     """The loss by position with full attention minus that of ALiBi with the same seed, at this
     length. Each row is the mean over positions from a power of 2 to the next, at their geometric
     mean.
@@ -291,9 +349,8 @@ def position_differences(records: Iterable[AnyRecord], length: int) -> DataFrame
     Columns: corpus, pos_emb, seed, position, difference.
     """
     found = {}
-    for record in records:
-        kind = record["kind"], record["mode"], record["length"]
-        if kind == ("positions", "full", length) and record["losses"]:
+    for record in _by_position(records):
+        if record["length"] == length:
             found[record["corpus"], record["pos_emb"], record["seed"]] = record
 
     # Differences on the same tokens only.
@@ -304,7 +361,8 @@ def position_differences(records: Iterable[AnyRecord], length: int) -> DataFrame
             continue
         edges = np.array(record["edges"])
         difference = np.subtract(record["losses"], base["losses"])
-        starts = np.maximum(edges[:-1], edges[1] / 2)  # the first bin starts at 0
+        # The first bin starts at 0, which has no logarithm.
+        starts = np.maximum(edges[:-1], edges[1] / 2)
         octaves = np.floor(np.log2(starts))
         for octave in np.unique(octaves):
             mean = float(difference[octaves == octave].mean())
@@ -317,10 +375,10 @@ def recall_by_distance(content: Mapping[str, Any]) -> DataFrame:
     distance between a key and its query, relative to the run's accuracy at the training length.
 
     Columns: pos_emb, seed, trained (the accuracy at the training length), distance (the first one
-        of a bin), recall.
+    of a bin), recall.
     """
-    trained_length = str(content["settings"]["train_longest"])
-    longest = str(content["settings"]["test_longest"])
+    settings = content["settings"]
+    trained_length, longest = str(settings["train_longest"]), str(settings["test_longest"])
     rows = []
     for result in content["results"]:
         trained = result["accuracies"][trained_length]

@@ -8,25 +8,30 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+from rich.console import Console
+
+import check_megatron  # noqa: F401
+from megatron.cli import sweep
+from megatron.config.yaml_files import read_file
+from megatron.evaluation.records import (
+    ExtrapolationRecord,
+    extrapolation_records,
+    read_results,
+)
+from megatron.reporting.aggregate import method_of, setting_of
+from megatron.reporting.differences import PairedLosses
+from megatron.reporting.paper_tables import perplexity_tables
+from megatron.reporting.terminal import print_table
+from megatron.sweep.definition import read_sweep
+from megatron.sweep.planning import plan
+from megatron.utils.command_line import OptionParser, run_main
+from megatron.utils.environment import has_bf16_instructions
+from megatron.utils.files import check_writable, write_atomically
+
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
-
-import torch  # noqa: E402
-from rich.console import Console  # noqa: E402
-
-import check_megatron  # noqa: E402, F401
-from megatron.cli import sweep  # noqa: E402
-from megatron.config.yaml_files import read_file  # noqa: E402
-from megatron.evaluation.records import ExtrapolationRecord, extrapolation_records, read_results  # noqa: E402
-from megatron.reporting.aggregate import method_of, setting_of  # noqa: E402
-from megatron.reporting.differences import PairedLosses  # noqa: E402
-from megatron.reporting.paper_tables import perplexity_tables  # noqa: E402
-from megatron.reporting.terminal import print_table  # noqa: E402
-from megatron.sweep.definition import read_sweep  # noqa: E402
-from megatron.sweep.planning import plan  # noqa: E402
-from megatron.utils.command_line import OptionParser, run_main  # noqa: E402
-from megatron.utils.environment import has_bf16_instructions  # noqa: E402
-from megatron.utils.files import check_writable, write_atomically  # noqa: E402
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -3,12 +3,13 @@
 Legend: b batch, s query length, t key length, h heads, d head size.
 """
 
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from kerple.attention import Attention, PositionTables, position_tables, prepare_tables
+from kerple.attention import PositionTables, position_tables, prepare_tables
 from kerple.positional import PositionalMethod
 
 
@@ -28,28 +29,25 @@ def random_states(
     They have the memory layout of a model: heads are inside positions.
     """
     torch.manual_seed(0)
-    shapes = [(batch, length, heads, head_size) for length in (queries, keys, keys, queries)]
-    states = (torch.randn(shape, device=device, dtype=dtype) for shape in shapes)
-    query, key, value, upstream = (part.transpose(1, 2) for part in states)
-    return (
-        query.requires_grad_(train),
-        key.requires_grad_(train),
-        value.requires_grad_(train),
-        upstream,
-    )
+
+    def states(length: int) -> Tensor:
+        shape = batch, length, heads, head_size
+        return torch.randn(shape, device=device, dtype=dtype).transpose(1, 2)
+
+    query = states(queries).requires_grad_(train)
+    key = states(keys).requires_grad_(train)
+    value = states(keys).requires_grad_(train)
+    upstream = states(queries)
+    return query, key, value, upstream
 
 
-def attend_with_method(
-    method: PositionalMethod,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    backend: str,
-    window: int | None = None,
-) -> Tensor:
-    """Attention as in a model's layer: rotates, evaluates the tables, then runs the backend."""
-    return Attention(method, backend)(query, key, value, window=window)
+def gradient_step(
+    forward: Callable[[], Tensor], leaves: Sequence[Tensor], upstream: Tensor | None
+) -> Callable[[], object]:
+    """A forward and backward pass, which computes the gradients of the leaves. upstream: None if
+    the forward pass returns a scalar.
+    """
+    return lambda: torch.autograd.grad(forward(), leaves, upstream)
 
 
 def layer_tables(
@@ -58,9 +56,8 @@ def layer_tables(
     """The method's tables as all layers of a model share them in training."""
     if backend != "fused":
         return position_tables(method, length, device)
-    return prepare_tables(
-        position_tables(method, length, device, with_jacobians=True), heads, length, device
-    )
+    tables = position_tables(method, length, device, with_jacobians=True)
+    return prepare_tables(tables, heads, length, device)
 
 
 def as_leaves(tables: PositionTables) -> tuple[PositionTables, list[Tensor]]:
@@ -77,7 +74,8 @@ def as_leaves(tables: PositionTables) -> tuple[PositionTables, list[Tensor]]:
 
     # The kernels have tables and coefficients of their own.
     if tables.kernel is None:
-        return replace(tables, bias=leaf(tables.bias), weight=leaf(tables.weight)), leaves
+        shared = replace(tables, bias=leaf(tables.bias), weight=leaf(tables.weight))
+        return shared, leaves
     bias, weight, of_bias, of_weight = map(leaf, tables.kernel[:4])
     kernel = tables.kernel._replace(
         bias_table=bias,

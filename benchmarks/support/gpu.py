@@ -19,7 +19,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -27,6 +27,7 @@ if "--dry-run" in sys.argv:
     os.environ["TRITON_INTERPRET"] = "1"  # Triton reads this when it is imported
 
 T = TypeVar("T")
+Row = dict[str, Any]
 
 
 class Bench:
@@ -66,8 +67,10 @@ class Bench:
         self.device = torch.device(self.sized("cuda", "cpu"))
 
         # The time limit begins after the check, which compiles all kernels.
-        self.started = math.inf if self.options.check else time.monotonic()
-        self.rows: list[dict[str, object]] = []
+        self.started = time.monotonic()
+        if self.options.check:
+            self.started = math.inf
+        self.rows: list[Row] = []
         self.results: dict[str, object] = {
             "hardware": self._hardware(),
             "command": sys.argv,
@@ -77,25 +80,31 @@ class Bench:
 
     def sized(self, full: T, toy: T) -> T:
         """The value for measurements, or that of a dry run."""
-        return toy if self.dry else full
+        if self.dry:
+            return toy
+        return full
 
     def _hardware(self) -> dict[str, object]:
         name = "CPU, dry run: times are meaningless"
         if not self.dry:
             name = torch.cuda.get_device_name()
+
+        # Triton is missing on some machines, git on others.
         try:
-            import triton
+            from triton import __version__ as triton
         except ImportError:
             triton = None
-        commit = "unknown"
+        commit = ""
         if shutil.which("git"):
-            git = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
-            commit = subprocess.run(git, capture_output=True, text=True).stdout.strip() or commit
+            git = ["git", "rev-parse", "--short", "HEAD"]
+            folder = Path(__file__).parent
+            found = subprocess.run(git, cwd=folder, capture_output=True, text=True)
+            commit = found.stdout.strip()
         return {
             "device": name,
             "torch": f"torch {torch.__version__}",
-            "triton": f"triton {getattr(triton, '__version__', None)}",
-            "commit": f"commit {commit}",
+            "triton": f"triton {triton}",
+            "commit": f"commit {commit or 'unknown'}",
             "date": time.strftime("%Y-%m-%d"),
         }
 
@@ -124,22 +133,24 @@ class Bench:
         peak = torch.cuda.max_memory_allocated() - allocated
 
         # Events do not wait for the device between runs.
+        runs = int(seconds / max(estimate, 1e-5))
+        runs = max(3, min(50, runs))
         events = []
-        for _ in range(max(3, min(50, int(seconds / max(estimate, 1e-5))))):
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        for _ in range(runs):
+            begin = torch.cuda.Event(enable_timing=True)
+            end = torch.cuda.Event(enable_timing=True)
             begin.record()
             run()
             end.record()
             events.append((begin, end))
         torch.cuda.synchronize()
-        return statistics.median(begin.elapsed_time(end) for begin, end in events) / 1e3, peak
+        milliseconds = statistics.median(begin.elapsed_time(end) for begin, end in events)
+        return milliseconds / 1e3, peak
 
-    def attempt(
-        self, row: dict[str, object], measurement: Callable[[], dict[str, object]]
-    ) -> dict[str, object] | None:
+    def attempt(self, row: Row, measurement: Callable[[], Row]) -> Row | None:
         """Add a measurement, or the reason of its failure, to a row, and write the row."""
         if self.expired:
-            self._add({**row, "skipped": "time limit"})
+            self.add({**row, "skipped": "time limit"})
             return None
         try:
             row |= measurement()
@@ -148,10 +159,11 @@ class Bench:
             row["failed"] = f"{type(error).__name__}: {reason}"[:300]
             if not self.dry:
                 torch.cuda.empty_cache()
-        self._add(row)
+        self.add(row)
         return row
 
-    def _add(self, row: dict[str, object]) -> None:
+    def add(self, row: Row) -> None:
+        """Write and print a row of the results."""
         self.rows.append(row)
         self._write()
         print(json.dumps(row), flush=True)
@@ -161,9 +173,12 @@ class Bench:
         self.started = time.monotonic()
         self.results |= {"check_passed": passed, **details}
         self._write()
-        line = "check: passed" if passed else "check: FAILED"
+        line = "check: FAILED"
+        if passed:
+            line = "check: passed"
         for name, value in details.items():
-            line += f"; {name.replace('_', ' ')}: {value}"
+            words = name.replace("_", " ")
+            line += f"; {words}: {value}"
         print(line, flush=True)
         return passed
 
@@ -177,8 +192,9 @@ class Bench:
 
 def close_enough(actual: torch.Tensor, exact: torch.Tensor, tolerance: float) -> tuple[bool, float]:
     """Whether the relative error, in the 2-norm, is within the tolerance; and the error."""
-    error = ((actual.double() - exact).norm() / exact.norm().clamp(min=1e-30)).item()
-    return error <= tolerance, error
+    difference = (actual.double() - exact).norm()
+    error = difference / exact.norm().clamp(min=1e-30)
+    return error.item() <= tolerance, error.item()
 
 
 def print_results(folder: Path, parts: Sequence[str] = ()) -> int:
@@ -190,29 +206,49 @@ def print_results(folder: Path, parts: Sequence[str] = ()) -> int:
     for part in missing:
         print(f"{part:<12} no results: it failed or had no time; see {folder / part}.log")
 
-    # Of the checks, only those that failed have a line.
     for path in sorted(folder.glob("*.json")):
         results = json.loads(path.read_text())
-        if path.stem != "doctor":
-            failed |= all("check" in row or "skipped" in row for row in results["rows"])
-            print(f"{path.stem:<12} {', '.join(map(str, results.get('hardware', {}).values()))}")
         if path.stem == "doctor":
-            rows = [check for check in results["checks"] if check["failure"] is not None]
-            rows.append({"checks": len(results["checks"]), "passed": results["passed"]})
+            rows = _doctor_rows(results)
         else:
-            checks = [row for row in results["rows"] if "check" in row]
-            passed = [row for row in checks if "failed" not in row and row.get("ok", True)]
-            rows = [row for row in results["rows"] if row not in passed]
-            if "check_passed" in results:
-                rows.append({"checks": len(passed), "passed": results["check_passed"]})
+            failed |= all("check" in row or "skipped" in row for row in results["rows"])
+            hardware = results.get("hardware", {}).values()
+            print(f"{path.stem:<12} {', '.join(map(str, hardware))}")
+            rows = _benchmark_rows(results)
+
+        # A line per row.
         for row in rows:
-            failed |= "failed" in row or row.get("ok") is False or row.get("passed") is False
+            failed |= "failed" in row
+            failed |= row.get("ok") is False or row.get("passed") is False
             cells = []
             for name, value in row.items():
-                text = f"{value:.4g}" if isinstance(value, float) else str(value)
-                cells.append(f"{name} {text}")
+                if isinstance(value, float):
+                    value = f"{value:.4g}"
+                cells.append(f"{name} {value}")
             print(f"{path.stem:<12} {', '.join(cells)}")
     return int(failed)
+
+
+def _doctor_rows(results: Row) -> list[Row]:
+    """The checks of the doctor that failed, and a summary."""
+    checks = results["checks"]
+    rows = [check for check in checks if check["failure"] is not None]
+    rows.append({"checks": len(checks), "passed": results["passed"]})
+    return rows
+
+
+def _benchmark_rows(results: Row) -> list[Row]:
+    """The measurements and the checks that failed, and a summary of the checks."""
+    rows = []
+    passed = 0
+    for row in results["rows"]:
+        if "check" in row and "failed" not in row and row.get("ok", True):
+            passed += 1
+        else:
+            rows.append(row)
+    if "check_passed" in results:
+        rows.append({"checks": passed, "passed": results["check_passed"]})
+    return rows
 
 
 if __name__ == "__main__":

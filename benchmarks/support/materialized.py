@@ -21,15 +21,28 @@ def materialized_attention(call: AttentionCall) -> Tensor:
     """Like `kerple.attention.attend`, with all scores and probabilities in memory, in the dtype of
     the query.
     """
-    queries, keys = slice(call.offset, call.kv_len), slice(0, call.kv_len)
+    queries = slice(call.offset, call.kv_len)
+    keys = slice(0, call.kv_len)
     mask = call.span.mask(queries, keys, call.query.device)
     distance = call.distances(queries, keys)
-    scores = call.query @ call.key.transpose(-1, -2) * call.scale  # [b, h, s, s]
+
+    # Every operation stores all scores, [b, h, s, s].
+    scores = call.query @ call.key.transpose(-1, -2)
+    scores = scores * call.scale
     if call.tables.weight is not None:
-        scores = scores * call.tables.weight[:, distance].to(scores.dtype)
+        weight = call.tables.weight[:, distance]
+        scores = scores * weight.to(scores.dtype)
     if call.tables.bias is not None:
-        scores = scores + call.tables.bias[:, distance].to(scores.dtype)
-    return scores.masked_fill(mask, torch.finfo(scores.dtype).min).softmax(dim=-1) @ call.value
+        bias = call.tables.bias[:, distance]
+        scores = scores + bias.to(scores.dtype)
+    return _average(scores, mask, call.value)
+
+
+def _average(scores: Tensor, mask: Tensor, value: Tensor) -> Tensor:
+    """The values `[b, h, s, d]` weighted by the softmax of the scores outside the mask."""
+    smallest = torch.finfo(scores.dtype).min
+    probabilities = scores.masked_fill(mask, smallest).softmax(dim=-1)
+    return probabilities @ value
 
 
 MATERIALIZED = Backend("materialized", materialized_attention)
@@ -57,24 +70,30 @@ class OriginalAttention(SelfAttention):
     def context(self, qkv: Tensor, *_: object, **__: object) -> Tensor:
         query, key, value = self.heads(qkv)  # [b, h, s, d]
         mask, distance = original_distances(qkv.shape[1])
-        scores = query * self.head_size**-0.5 @ key.transpose(-1, -2)
-        if "weight" in self.positional.hooks:
-            scores = scores * self.positional.weight(distance)
-        if "bias" in self.positional.hooks:
-            scores = scores + self.positional.bias(distance)
-        context = scores.masked_fill(mask, torch.finfo(scores.dtype).min).softmax(dim=-1) @ value
+        scaled = query * self.head_size**-0.5
+        scores = scaled @ key.transpose(-1, -2)
+
+        # The method is evaluated for every pair, in each layer.
+        method = self.positional
+        if "weight" in method.hooks:
+            scores = scores * method.weight(distance)
+        if "bias" in method.hooks:
+            scores = scores + method.bias(distance)
+        context = _average(scores, mask, value)
         return context.transpose(1, 2).flatten(2)
 
 
 def use_original_attention(model: GPT) -> GPT:
     """Replace the attention of all layers. Returns the model."""
     for index, block in enumerate(model.blocks):
-        original = OriginalAttention(model.settings, block.attention.positional, index)
-        original.load_state_dict(block.attention.state_dict())
+        attention = block.attention
+        original = OriginalAttention(model.settings, attention.positional, index)
+        original.load_state_dict(attention.state_dict())
         block.attention = original
     return model
 
 
 def materialized_loss(model: GPT, tokens: Tensor, labels: Tensor) -> Tensor:
     """The loss of a model with all logits in memory, instead of chunks of them."""
-    return F.cross_entropy(model(tokens).flatten(0, 1), labels.flatten())
+    logits = model(tokens).flatten(0, 1)
+    return F.cross_entropy(logits, labels.flatten())

@@ -7,6 +7,7 @@ Legend: b batch, s tokens, h heads, d head size, e hidden size, v vocabulary.
 from types import SimpleNamespace
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -23,11 +24,17 @@ class PlainConfig(SimpleNamespace):
     with `ModelConfig`.
     """
 
-    norm, norm_epsilon, activation_function, attention_backend = "layernorm", 1e-5, "gelu", "auto"
-    use_bias_in_norms = use_bias_in_attn_linear = use_bias_in_attn_output = use_bias_in_mlp = (
-        no_weight_tying
-    ) = True
-    hidden_dropout = attention_dropout = 0.0
+    norm = "layernorm"
+    norm_epsilon = 1e-5
+    activation_function = "gelu"
+    attention_backend = "auto"
+    use_bias_in_norms = True
+    use_bias_in_attn_linear = True
+    use_bias_in_attn_output = True
+    use_bias_in_mlp = True
+    no_weight_tying = True
+    hidden_dropout = 0.0
+    attention_dropout = 0.0
 
     def __init__(
         self,
@@ -38,6 +45,7 @@ class PlainConfig(SimpleNamespace):
         **options: Any,
     ):
         head_size = hidden_size // num_attention_heads
+        shape = ModelShape(num_attention_heads, head_size, hidden_size, num_layers, seq_length)
         super().__init__(
             num_layers=num_layers,
             hidden_size=hidden_size,
@@ -46,7 +54,7 @@ class PlainConfig(SimpleNamespace):
             head_size=head_size,
             mlp_features=4 * hidden_size,
             windows=(None,) * num_layers,
-            shape=ModelShape(num_attention_heads, head_size, hidden_size, num_layers, seq_length),
+            shape=shape,
             positional_options={},
             **options,
         )
@@ -70,6 +78,20 @@ def initialized_gpt(settings: ModelSettings, *, checkpoint_every: int = 0) -> GP
     return model
 
 
+def random_batch(
+    size: int,
+    length: int,
+    vocabulary: int,
+    device: torch.device | str = "cpu",
+    seed: int = 1234,
+) -> tuple[Tensor, Tensor]:
+    """Tokens and labels, `[b, s]`: the same ones in every call."""
+    torch.manual_seed(seed)
+    text = torch.randint(vocabulary, (size, length + 1)).to(device)
+    tokens, labels = text[:, :-1], text[:, 1:]
+    return tokens.contiguous(), labels.contiguous()
+
+
 class PlainAttention(nn.Module):
     """Causal self-attention, `[b, s, e] -> [b, s, e]`."""
 
@@ -81,11 +103,11 @@ class PlainAttention(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         # [b, s, e] -> [b, s, 3, h, d] -> three times [b, h, s, d]
-        batch, length, size = hidden.shape
-        qkv = self.query_key_value(hidden).view(batch, length, 3, self.num_heads, -1)
+        qkv = self.query_key_value(hidden)
+        qkv = qkv.unflatten(2, (3, self.num_heads, -1))
         query, key, value = qkv.permute(2, 0, 3, 1, 4)
         context = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-        return self.dense(context.transpose(1, 2).reshape(batch, length, size))
+        return self.dense(context.transpose(1, 2).flatten(2))  # [b, s, e]
 
 
 class PlainBlock(nn.Module):
@@ -96,10 +118,11 @@ class PlainBlock(nn.Module):
         self.attention_norm = nn.LayerNorm(hidden_size)
         self.attention = PlainAttention(hidden_size, num_heads)
         self.mlp_norm = nn.LayerNorm(hidden_size)
+        features = 4 * hidden_size
         self.mlp = nn.Sequential(
-            nn.Linear(hidden_size, 4 * hidden_size),
+            nn.Linear(hidden_size, features),
             nn.GELU(),
-            nn.Linear(4 * hidden_size, hidden_size),
+            nn.Linear(features, hidden_size),
         )
 
     def forward(self, hidden: Tensor) -> Tensor:
@@ -132,8 +155,10 @@ class PlainDecoder(nn.Module):
             nn.init.zeros_(module.bias)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        return self.output(self.norm(self.blocks(self.embedding(tokens))))
+        hidden = self.blocks(self.embedding(tokens))
+        return self.output(self.norm(hidden))
 
     def loss(self, tokens: Tensor, labels: Tensor) -> Tensor:
         """Mean cross-entropy of the labels `[b, s]`."""
-        return F.cross_entropy(self(tokens).flatten(0, 1), labels.flatten())
+        logits = self(tokens).flatten(0, 1)
+        return F.cross_entropy(logits, labels.flatten())

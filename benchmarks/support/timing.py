@@ -3,11 +3,11 @@ baseline within a round.
 
 A machine's speed drifts with clock frequency, other load and caches, so alternatives that run one
 after the other would be measured at different speeds. Each round runs every alternative once and
-starts with a different one, so the drift affects all of them equally.
+starts with a different one, so the drift affects all of them equally. `--busy` is for a machine
+with other load.
 """
 
 import argparse
-import json
 import platform
 import statistics
 import time
@@ -19,6 +19,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.support.results import write_json
 from megatron.utils.environment import processor
 
 
@@ -46,44 +47,107 @@ class Timing:
         return self.limit is None or self.ratio <= self.limit
 
 
-def compare(
-    alternatives: Mapping[str, Callable[[], object]],
-    *,
-    rounds: int,
-    warmup: int = 3,
-    limits: Mapping[str, float] | None = None,
-    clock: Callable[[], float] = time.perf_counter,
-    synchronize: Callable[[], None] = lambda: None,
-) -> list[Timing]:
-    """Time the alternatives alternately; the first is the baseline. `synchronize` waits for a
-    device to finish.
+Alternatives = Mapping[str, Callable[[], object]]
 
-    On a machine with other load, use one thread and `clock=time.process_time`.
+
+def option_parser(description: str) -> argparse.ArgumentParser:
+    """The options that all CPU benchmarks share. description: its first paragraph is the help."""
+    first, _, _ = description.partition("\n\n")
+    parser = argparse.ArgumentParser(description=first)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=15, help="measurements per alternative")
+    parser.add_argument(
+        "--busy",
+        action="store_true",
+        help="measure CPU time on one thread, for a machine with other load",
+    )
+    parser.add_argument("--json", type=Path, help="file for the results")
+    return parser
+
+
+class CpuBench:
+    """A CPU benchmark run.
+
+    Attributes:
+        options: of the command line, as `option_parser` parses them.
+        tables: those that were printed, by title.
     """
-    # Each round starts with another alternative.
-    names = list(alternatives)
-    seconds: dict[str, list[float]] = {name: [] for name in names}
-    for round_index in range(warmup + rounds):
-        shift = round_index % len(names)
-        for name in names[shift:] + names[:shift]:
-            synchronize()
-            start = clock()
-            alternatives[name]()
-            synchronize()
-            if round_index >= warmup:
-                seconds[name].append(clock() - start)
 
-    # Ratios within a round, then their median.
-    baseline = seconds[names[0]]
-    timings = []
-    for name, times in seconds.items():
-        ratio = statistics.median(time / base for time, base in zip(times, baseline, strict=True))
-        limit = (limits or {}).get(name)
-        timings.append(Timing(name, statistics.median(times), min(times), ratio, limit, times))
-    return timings
+    def __init__(self, options: argparse.Namespace):
+        self.options = options
+        self.tables: dict[str, list[Timing]] = {}
+
+        # CPU time counts all threads, so it is measured on one.
+        threads = options.threads
+        self._clock = time.perf_counter
+        if options.busy:
+            threads = 1
+            self._clock = time.process_time
+        torch.set_num_threads(threads)
+
+    def measure(
+        self,
+        title: str,
+        alternatives: Alternatives,
+        *,
+        rounds: int | None = None,
+        warmup: int = 3,
+        limits: Mapping[str, float] = {},
+    ) -> list[Timing]:
+        """Time the alternatives, of which the first is the baseline, and print their table.
+
+        Args:
+            rounds: by default those of the command line.
+            warmup: rounds that do not count.
+            limits: the largest accepted ratios to the baseline, by name.
+        """
+        seconds = self._measure_rounds(alternatives, warmup, rounds or self.options.rounds)
+        baseline = next(iter(seconds.values()))
+        timings = []
+        for name, times in seconds.items():
+            # Ratios within a round, then their median.
+            ratios = [time / base for time, base in zip(times, baseline, strict=True)]
+            ratio = statistics.median(ratios)
+            median = statistics.median(times)
+            limit = limits.get(name)
+            timings.append(Timing(name, median, min(times), ratio, limit, times))
+        _show(title, timings)
+        self.tables[title] = timings
+        return timings
+
+    def _measure_rounds(
+        self, alternatives: Alternatives, warmup: int, rounds: int
+    ) -> dict[str, list[float]]:
+        """The seconds of every round after the warmup, by name."""
+        names = list(alternatives)
+        seconds: dict[str, list[float]] = {name: [] for name in names}
+        for number in range(warmup + rounds):
+            # Each round starts with another alternative.
+            first = number % len(names)
+            for name in names[first:] + names[:first]:
+                start = self._clock()
+                alternatives[name]()
+                duration = self._clock() - start
+                if number >= warmup:
+                    seconds[name].append(duration)
+        return seconds
+
+    def finish(self) -> int:
+        """Write the tables, and the hardware they were measured on, to the file of `--json`.
+
+        Returns the exit status: 1 if a limit is exceeded, else 0.
+        """
+        rows = {}
+        exceeded = False
+        for title, timings in self.tables.items():
+            rows[title] = [asdict(timing) for timing in timings]
+            exceeded |= not all(timing.passed for timing in timings)
+        if self.options.json:
+            write_json(self.options.json, {"hardware": hardware(), "tables": rows})
+        return int(exceeded)
 
 
-def show(title: str, timings: list[Timing]) -> None:
+def _show(title: str, timings: list[Timing]) -> None:
     """Print a table; exceeded limits are marked."""
     table = Table(title=title, title_justify="left")
     table.add_column("")
@@ -92,7 +156,9 @@ def show(title: str, timings: list[Timing]) -> None:
     for timing in timings:
         limit = ""
         if timing.limit is not None:
-            limit = f"{timing.limit:.2f}{' exceeded' * (not timing.passed)}"
+            limit = f"{timing.limit:.2f}"
+        if not timing.passed:
+            limit += " exceeded"
         table.add_row(
             timing.name,
             f"{timing.median * 1e3:.2f}",
@@ -111,32 +177,3 @@ def hardware() -> dict[str, object]:
         "torch": torch.__version__,
         "python": platform.python_version(),
     }
-
-
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options that all CPU benchmarks share. `apply_options` applies them."""
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=15, help="measurements per alternative")
-    parser.add_argument(
-        "--busy",
-        action="store_true",
-        help="measure CPU time on one thread, for a machine with other load",
-    )
-    parser.add_argument("--json", type=Path, help="file for the results")
-
-
-def apply_options(options: argparse.Namespace) -> Callable[[], float]:
-    """Set the number of threads, and return the clock to measure with."""
-    threads, clock = options.threads, time.perf_counter
-    if options.busy:
-        threads, clock = 1, time.process_time
-    torch.set_num_threads(threads)
-    return clock
-
-
-def write_json(path: Path, tables: dict[str, list[Timing]]) -> None:
-    """Write the tables, by title, and the hardware they were measured on."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    rows = {title: list(map(asdict, timings)) for title, timings in tables.items()}
-    content = {"hardware": hardware(), "tables": rows}
-    path.write_text(json.dumps(content, indent=1) + "\n")

@@ -30,7 +30,8 @@ TOKENS, SEED = 12_000_000, 1234
 
 def cut_at_blank_lines(text: str) -> list[str]:
     """Return the parts of a text between blank lines, without line breaks at their ends."""
-    return [piece.strip("\n") for piece in re.split(r"\n\s*\n", text) if piece.strip()]
+    pieces = re.split(r"\n\s*\n", text)
+    return [piece.strip("\n") for piece in pieces if piece.strip()]
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -40,11 +41,12 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     # Pieces of the first files, in random order.
     pieces: list[str] = []
-    number, tokens = 0, 0
+    number = tokens = 0
     while tokens < TOKENS:
-        text = tokenizer.detokenize(files.open_tokens(number, number + 1)[:].tolist())
+        document = files.open_tokens(number, number + 1)[:]
+        text = tokenizer.detokenize(document.tolist())
         pieces += cut_at_blank_lines(text.removesuffix("<|endoftext|>"))
-        tokens += int(files.lengths[number])
+        tokens += len(document)
         number += 1
     random.Random(SEED).shuffle(pieces)
     path = DATA / "pieces.jsonl"

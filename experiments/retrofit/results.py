@@ -1,22 +1,25 @@
 """The table and the figure of the retrofit experiment, from `records/`."""
 
+import itertools
 import json
-import math
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.ticker import FixedLocator, NullLocator, StrMethodFormatter
 from pandas import DataFrame
-from scipy.stats import t as t_distribution
 
+from experiments.analysis import Comparison
+from experiments.figures import set_ticks
 from experiments.retrofit.run import FACTORS, TRAINED, UNTRAINED
 from megatron.reporting.style import Style, legend_above, new_figure
 
 RECORDS = Path(__file__).with_name("records")
 STEPS = 300  # of the comparisons
+# Variants and steps: those of the model before and without training, then after it.
+BEFORE = (("control", 0), *((variant, 0) for variant in UNTRAINED))
+AFTER = tuple((variant, STEPS) for variant in TRAINED)
 SHOWN = (1, 4, 16, 64)  # multiples of the training length in the table
 TITLES = {"demo": "BPE tokens of Python, L = 128", "bytes": "bytes of C, L = 256"}
 FAR = 16  # that of the comparisons
@@ -40,6 +43,7 @@ def read_models() -> dict[str, DataFrame]:
     """The columns seed, variant, steps, length and loss of all records of each model in TITLES."""
     models = {}
     for model in TITLES:
+        # A file per seed and variant.
         rows = []
         for path in sorted((RECORDS / model).glob("seed*/*.jsonl")):
             seed = int(path.parent.name.removeprefix("seed"))
@@ -53,14 +57,27 @@ def read_models() -> dict[str, DataFrame]:
 def at(losses: DataFrame, variant: str, steps: int, multiple: int) -> dict[int, float]:
     """Seed -> the loss of a variant at a multiple of the training length."""
     length = multiple * int(losses["length"].min())
-    rows = losses[(losses["variant"] == variant) & (losses["steps"] == steps)]
-    rows = rows[rows["length"] == length]
+    rows = losses[losses["length"] == length]
+    rows = rows[rows["steps"] == steps]
+    rows = rows[rows["variant"] == variant]
     return dict(zip(rows["seed"], rows["loss"], strict=True))
+
+
+def means_at(
+    losses: DataFrame, variant: str, steps: int, multiples: Sequence[int]
+) -> list[float] | None:
+    """The means over seeds at multiples of the training length; None without records."""
+    values = [at(losses, variant, steps, multiple).values() for multiple in multiples]
+    if not values[0]:
+        return None
+    return [statistics.fmean(each) for each in values]
 
 
 def length_name(multiple: int) -> str:
     """L, 4 L, ..."""
-    return "L" if multiple == 1 else f"{multiple} L"
+    if multiple == 1:
+        return "L"
+    return f"{multiple} L"
 
 
 def retrofit_table(losses: DataFrame) -> str:
@@ -68,15 +85,14 @@ def retrofit_table(losses: DataFrame) -> str:
     after STEPS more steps. Markdown.
     """
     heads = " | ".join(map(length_name, SHOWN))
-    lines = [f"| added | steps | seeds | {heads} |", "| :-- | --: | --: |" + " --: |" * len(SHOWN)]
-    rows = [("control", 0), *((variant, 0) for variant in UNTRAINED)]
-    rows += [(variant, STEPS) for variant in TRAINED]
-    for variant, steps in rows:
-        values = [at(losses, variant, steps, multiple) for multiple in SHOWN]
-        if not values[0]:
-            continue
-        means = " | ".join(f"{statistics.fmean(each.values()):.2f}" for each in values)
-        lines.append(f"| {NAMES[variant]} | {steps} | {len(values[0])} | {means} |")
+    columns = " --: |" * len(SHOWN)
+    lines = [f"| added | steps | seeds | {heads} |", f"| :-- | --: | --: |{columns}"]
+    for variant, steps in (*BEFORE, *AFTER):
+        means = means_at(losses, variant, steps, SHOWN)
+        if means is not None:
+            seeds = len(at(losses, variant, steps, 1))
+            cells = " | ".join(f"{mean:.2f}" for mean in means)
+            lines.append(f"| {NAMES[variant]} | {steps} | {seeds} | {cells} |")
     return "\n".join(lines)
 
 
@@ -84,14 +100,13 @@ def retrofit_differences(losses: DataFrame) -> str:
     """KERPLE (log) minus what it is compared with, paired by seed. Markdown."""
     lines = ["| KERPLE (log), 300 steps, minus | at | nats | 95 % interval |"]
     lines.append("| :-- | --: | --: | --: |")
-    others = [("control", STEPS), *((variant, 0) for variant in UNTRAINED)]
-    for variant, steps in others:
-        for multiple in (1, FAR):
-            mine = at(losses, "kerple_log", STEPS, multiple)
-            theirs = at(losses, variant, steps, multiple)
-            differences = [mine[seed] - theirs[seed] for seed in mine.keys() & theirs.keys()]
-            if not differences:
-                continue
+    others = [("control", STEPS), *BEFORE[1:]]
+    for (variant, steps), multiple in itertools.product(others, (1, FAR)):
+        # Seeds that both have.
+        mine = at(losses, "kerple_log", STEPS, multiple)
+        theirs = at(losses, variant, steps, multiple)
+        differences = [mine[seed] - theirs[seed] for seed in mine.keys() & theirs.keys()]
+        if differences:
             place = length_name(multiple)
             mean = statistics.fmean(differences)
             lines.append(f"| {NAMES[variant]} | {place} | {mean:+.3f} | {interval(differences)} |")
@@ -100,13 +115,10 @@ def retrofit_differences(losses: DataFrame) -> str:
 
 def interval(differences: Sequence[float]) -> str:
     """Student's 95 % interval of the mean; a dash for one difference."""
-    count = len(differences)
-    if count < 2:
+    if len(differences) < 2:
         return "–"
-    width = float(t_distribution.ppf(0.975, count - 1)) * statistics.stdev(differences)
-    width /= math.sqrt(count)
-    mean = statistics.fmean(differences)
-    return f"[{mean - width:+.3f}, {mean + width:+.3f}]"
+    low, high = Comparison(tuple(differences), documents=0.0, paper=0.0).interval
+    return f"[{low:+.3f}, {high:+.3f}]"
 
 
 def retrofit_plot(models: Mapping[str, DataFrame], style: Style) -> Figure:
@@ -114,26 +126,25 @@ def retrofit_plot(models: Mapping[str, DataFrame], style: Style) -> Figure:
     solid after STEPS more steps.
     """
     figure, panels = new_figure(style, len(models))
-    curves = [("control", 0, "--"), *((variant, 0, "--") for variant in UNTRAINED)]
-    curves += [(variant, STEPS, "-") for variant in TRAINED]
     handles: dict[str, Line2D] = {}
     for axes, (title, losses) in zip(panels, models.items(), strict=True):
-        for index, (variant, steps, dashes) in enumerate(curves):
-            values = [at(losses, variant, steps, multiple) for multiple in FACTORS]
-            if not values[0]:
+        for color, (variant, steps) in zip(COLORS, (*BEFORE, *AFTER), strict=False):
+            means = means_at(losses, variant, steps, FACTORS)
+            if means is None:
                 continue
-            means = [statistics.fmean(each.values()) for each in values]
-            label = NAMES[variant] if steps else f"{NAMES[variant]}, 0 steps"
+
+            # Solid after training.
+            label, dashes = NAMES[variant], "-"
+            if not steps:
+                label, dashes = f"{label}, 0 steps", "--"
             (line,) = axes.plot(FACTORS, means, dashes, marker="o", markersize=3)
-            line.set(color=COLORS[index], label=label)
+            line.set(color=color, label=label)
             handles[label] = line
 
         # Lengths as multiples.
         axes.set_title(title)
         axes.set_xscale("log", base=2)
-        axes.xaxis.set_major_locator(FixedLocator(FACTORS))
-        axes.xaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
-        axes.xaxis.set_minor_locator(NullLocator())
+        set_ticks(axes.xaxis, FACTORS)
         axes.set_xlabel("sequence length / training length L")
         axes.set_ylabel("loss (nats per token)")
     legend_above(figure, style, list(handles.values()))

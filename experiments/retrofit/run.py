@@ -9,6 +9,7 @@ and length. What is recorded is not run again.
 """
 
 import argparse
+import itertools
 import json
 import tempfile
 import time
@@ -35,7 +36,7 @@ MODELS = {
 }
 SEEDS = (11, 12, 13, 14, 15)
 STEPS = (0, 30, 100, 300, 1000)
-WARMUP, BATCH = 10, 16
+WARMUP, BATCH = 10, 16  # steps, and sequences
 FACTORS = (1, 2, 4, 8, 16, 32, 64)  # of the training length
 SCORED_TOKENS = 65_536
 
@@ -61,59 +62,70 @@ def main() -> None:
     parser.add_argument("--seeds", nargs="+", type=int, default=SEEDS)
     parser.add_argument("--variants", nargs="+", default=[*PRIMARY, *UNTRAINED, *OTHERS])
     options = parser.parse_args()
-    for variant in options.variants:
-        for seed in options.seeds:
-            output = HERE / "records" / options.model / f"seed{seed}" / f"{variant}.jsonl"
-            checkpoint = Path(MODELS[options.model].format(seed))
-            if not output.exists() and (checkpoint / "latest").exists():
-                started = time.monotonic()
-                lines = run(checkpoint, variant, seed)
-                output.parent.mkdir(parents=True, exist_ok=True)
-                write_atomically(output, "".join(f"{line}\n" for line in lines).encode())
-                seconds = time.monotonic() - started
-                print(f"{output}: {len(lines)} losses, {seconds:.0f} s", flush=True)
+    for variant, seed in itertools.product(options.variants, options.seeds):
+        output = HERE / "records" / options.model / f"seed{seed}" / f"{variant}.jsonl"
+        checkpoint = Path(MODELS[options.model].format(seed))
+        if output.exists() or not (checkpoint / "latest").exists():
+            continue
+
+        # Record all losses of the run at once.
+        started = time.monotonic()
+        lines = run(checkpoint, variant, seed)
+        output.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(output, "".join(f"{line}\n" for line in lines).encode())
+        seconds = time.monotonic() - started
+        print(f"{output}: {len(lines)} losses, {seconds:.0f} s", flush=True)
 
 
 def run(checkpoint: Path, variant: str, seed: int) -> list[str]:
     """The lines of a variant of the model in a checkpoint."""
     model, config = load_model(checkpoint)
-    length = config.model.seq_length
     if variant in UNTRAINED:
-        lines = []
-        for factor in FACTORS:
-            overrides: dict[str, Any] = {}
-            mode = {
-                "yarn": "full",
-                "dynamic_ntk": "full+dynamic-ntk",
-                "sinks": f"sinks@4+{length - 4}",
-                "window": f"window@{length}",
-            }[variant]
-            if variant == "yarn" and factor > 1:
-                overrides = {"pos_emb_options": {"scaling": "yarn", "factor": factor}}
-            model, config = load_model(checkpoint, overrides=overrides)
-            lines += losses(model, config, [factor * length], 0, variant, mode)
-        return lines
+        return extend(checkpoint, variant, config.model.seq_length)
+
+    # Trained variants are models of transformers.
     with tempfile.TemporaryDirectory() as folder:
-        to_hugging_face(model, config, Path(folder) / "model")
-        theirs: Any = AutoModelForCausalLM.from_pretrained(Path(folder) / "model")
+        exported = Path(folder) / "model"
+        to_hugging_face(model, config, exported)
+        theirs: Any = AutoModelForCausalLM.from_pretrained(exported)
     return train(theirs, config, variant, seed)
+
+
+def extend(checkpoint: Path, variant: str, length: int) -> list[str]:
+    """The losses of a variant that is not trained, for a model trained at this length."""
+    modes = {
+        "yarn": "full",
+        "dynamic_ntk": "full+dynamic-ntk",
+        "sinks": f"sinks@4+{length - 4}",
+        "window": f"window@{length}",
+    }
+    lines = []
+    for factor in FACTORS:
+        # YaRN's frequencies depend on the factor.
+        overrides: dict[str, Any] = {}
+        if variant == "yarn" and factor > 1:
+            overrides["pos_emb_options"] = {"scaling": "yarn", "factor": factor}
+        model, config = load_model(checkpoint, overrides=overrides)
+        lines += losses(model, config, [factor * length], 0, variant, modes[variant])
+    return lines
 
 
 def train(model: Any, config: Config, variant: str, seed: int) -> list[str]:
     """Train a model of transformers with a method; the losses after each number of steps."""
     method, own_positions, only_method, rate = TRAINED[variant]
     torch.manual_seed(seed)
-    trained = list(model.parameters())
     if method is not None:
         use_positional(model, method, own_positions=own_positions)
-        if only_method:
-            model.requires_grad_(False)
-            model.kerple_positional.requires_grad_(True)
-        trained = [each for each in model.parameters() if each.requires_grad]
-    optimizer = torch.optim.Adam(trained, lr=rate, betas=(0.9, 0.999), eps=1e-8)
-    schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda step: min(1.0, (step + 1) / WARMUP)
-    )
+    if only_method:
+        model.requires_grad_(False)
+        model.kerple_positional.requires_grad_(True)
+    trained = [each for each in model.parameters() if each.requires_grad]
+    optimizer = torch.optim.Adam(trained, lr=rate)
+
+    def warmup(step: int) -> float:
+        return min(1.0, (step + 1) / WARMUP)
+
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, warmup)
 
     # Random parts of the training data, the same ones for all variants of a seed.
     length = config.model.seq_length
@@ -160,8 +172,14 @@ def losses(
     )
     lines = []
     for record in records:
-        line = {"variant": variant, "steps": steps, "length": record["length"]}
-        line |= {"loss": record["loss"], "tokens": record["tokens"], "note": record["note"]}
+        line = {
+            "variant": variant,
+            "steps": steps,
+            "length": record["length"],
+            "loss": record["loss"],
+            "tokens": record["tokens"],
+            "note": record["note"],
+        }
         lines.append(json.dumps(line))
     return lines
 

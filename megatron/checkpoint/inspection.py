@@ -31,7 +31,8 @@ from megatron.config.schema.model import ModelConfig
 # Tensors that tensor parallelism splits: those of column- and row-parallel layers and of the
 # vocabulary.
 SLICED = re.compile(
-    r"word_embeddings\.weight|final_linear\.weight|attention\.query_key_value\.(weight|bias)|attention\.dense\.weight"
+    r"word_embeddings\.weight|final_linear\.weight"
+    r"|attention\.query_key_value\.(weight|bias)|attention\.dense\.weight"
     r"|mlp\.(dense_h_to_4h|w1|w3)\.(weight|bias)|mlp\.(dense_4h_to_h|w2)\.weight"
 )
 

@@ -115,7 +115,8 @@ def load_file(path: str | Path) -> Any:
 
     Raises CheckpointError if the file is missing, damaged, or contains any other object.
     """
-    reconstruct = np._core.multiarray._reconstruct  # type: ignore[attr-defined]  # private, named in pickles
+    # Pickles name this private function.
+    reconstruct = np._core.multiarray._reconstruct  # type: ignore[attr-defined]
     # A pickled NumPy random state, under the names of NumPy 1 and 2.
     allowed: list[Any] = [
         np.ndarray,

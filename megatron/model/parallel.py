@@ -97,7 +97,8 @@ def full_shape(tensor: Tensor, tensor_size: int) -> torch.Size:
     """The tensor's shape before tensor-parallel slicing and ZeRO 3's partitioning."""
     shape = list(getattr(tensor, "ds_shape", tensor.shape))
     if getattr(tensor, "tensor_model_parallel", False):
-        shape[tensor.partition_dim] *= tensor_size  # type: ignore[attr-defined]  # set by megatron-core
+        # megatron-core sets this attribute.
+        shape[tensor.partition_dim] *= tensor_size  # type: ignore[attr-defined]
     return torch.Size(shape)
 
 

@@ -60,7 +60,8 @@ KNOWN_DATASETS = {
         "OpenWebText2",
         "segyges/OpenWebText2 on the Hugging Face hub as jsonl.zst.tar; or "
         + _PILE_SHARDS.format(subset="OpenWebText2"),
-        "https://huggingface.co/datasets/segyges/OpenWebText2/resolve/main/openwebtext2.jsonl.zst.tar",
+        "https://huggingface.co/datasets/segyges/OpenWebText2/resolve/main/"
+        "openwebtext2.jsonl.zst.tar",
     ),
     "github": KnownDataset(
         "Github",
@@ -77,7 +78,8 @@ KNOWN_DATASETS = {
     "enwik8": KnownDataset(
         None,
         "enwik8 or enwik8.zip from the Large Text Compression Benchmark",
-        "http://mattmahoney.net/dc/enwik8.zip#sha256=547994d9980ebed1288380d652999f38a14fe291a6247c157c3d33d4932534bc",
+        "http://mattmahoney.net/dc/enwik8.zip"
+        "#sha256=547994d9980ebed1288380d652999f38a14fe291a6247c157c3d33d4932534bc",
     ),
 }
 DATASETS = (EMBEDDED, *KNOWN_DATASETS)

@@ -69,7 +69,8 @@ def attach(
     split_dims = {}
     for name, parameter in parameters.items():
         if getattr(parameter, "tensor_model_parallel", False):
-            split_dims[name] = parameter.partition_dim  # type: ignore[attr-defined]  # set by megatron-core
+            # megatron-core sets this attribute.
+            split_dims[name] = parameter.partition_dim  # type: ignore[attr-defined]
     fragments = optimizer_fragments(engine, parameters)
     optimizer.attach(
         fragments, tensors, split_dims=split_dims, tensor_rank=layout.tensor_rank, group=group

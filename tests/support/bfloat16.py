@@ -65,26 +65,24 @@ def interpreted_bfloat16() -> Iterator[None]:
     import triton.language as tl
     from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
-    create_dot, cast_impl = InterpreterBuilder.create_dot, InterpreterBuilder.cast_impl
+    create_dot = InterpreterBuilder.create_dot
+    cast_impl = InterpreterBuilder.cast_impl
 
     def as_float32(handle: TensorHandle) -> TensorHandle:
         if handle.dtype.scalar != tl.bfloat16:
             return handle
-        return TensorHandle((handle.data.astype(np.uint32) << 16).view(np.float32), tl.float32)
+        # bfloat16 is the upper half of float32.
+        bits = handle.data.astype(np.uint32) << 16
+        return TensorHandle(bits.view(np.float32), tl.float32)
 
     def dot(builder: Any, left: TensorHandle, right: TensorHandle, *options: Any) -> TensorHandle:
         return create_dot(builder, as_float32(left), as_float32(right), *options)
 
     def cast(builder: Any, source: TensorHandle, target: Any) -> TensorHandle:
         if source.dtype.scalar == tl.float32 and target.scalar == tl.bfloat16:
-            rounded = (
-                torch.tensor(source.data)
-                .to(torch.bfloat16)
-                .view(torch.int16)
-                .numpy()
-                .view(np.uint16)
-            )
-            return TensorHandle(rounded, tl.bfloat16)
+            rounded = torch.tensor(source.data).to(torch.bfloat16)
+            bits = rounded.view(torch.int16).numpy()
+            return TensorHandle(bits.view(np.uint16), tl.bfloat16)
         return cast_impl(builder, source, target)
 
     with (
@@ -92,6 +90,10 @@ def interpreted_bfloat16() -> Iterator[None]:
         patch.object(InterpreterBuilder, "cast_impl", cast),
     ):
         yield
+
+
+def _exact(tensor: Tensor) -> Tensor:
+    return tensor.detach().double()
 
 
 def attention_bounds(arguments: dict[str, Any], upstream: Tensor, unit: float) -> list[Tensor]:
@@ -104,22 +106,27 @@ def attention_bounds(arguments: dict[str, Any], upstream: Tensor, unit: float) -
         unit: u of the terms other than the last rounding: BFLOAT16_UNIT for the kernels, 0 for the
             chunked backend.
     """
-    query, key, value = (arguments[name].detach().double() for name in ("query", "key", "value"))
-    upstream = upstream.double()
+    query, key, value = (_exact(arguments[name]) for name in ("query", "key", "value"))
+    upstream = _exact(upstream)
     batch, heads, s, d = query.shape
-    t, scale = key.shape[2], d**-0.5
+    t = key.shape[2]
+    scale = d**-0.5
     mask = Span(arguments["window"]).mask(range(t - s, t), range(t), query.device)
-    distance = (torch.arange(t - s, t)[:, None] - torch.arange(t)).masked_fill(mask, 0)
+    distance = torch.arange(t - s, t)[:, None] - torch.arange(t)
+    distance = distance.masked_fill(mask, 0)
 
     def by_pair(table: Tensor | None, default: float) -> Tensor:
         if table is None:
             return torch.full((1, 1, 1), default, dtype=torch.float64)
-        return table.detach().double()[:, distance]
+        return _exact(table)[:, distance]
 
-    bias, weight = by_pair(arguments["bias_table"], 0.0), by_pair(arguments["weight_table"], 1.0)
+    bias = by_pair(arguments["bias_table"], 0.0)
+    weight = by_pair(arguments["weight_table"], 1.0)
     if "decay_sums" in arguments:
         sums = arguments["decay_sums"].detach()
         bias = bias + sums[..., t - s :, None] - sums[..., None, :]
+
+    # The exact values of the forward and backward pass.
     products = scale * query @ key.transpose(2, 3)
     absolute_products = scale * query.abs() @ key.abs().transpose(2, 3)
     scores = (weight * products + bias).masked_fill(mask, float("-inf"))
@@ -130,25 +137,32 @@ def attention_bounds(arguments: dict[str, Any], upstream: Tensor, unit: float) -
     delta = (upstream * context).sum(-1, keepdim=True)
     grad_scores = probabilities * (grad_probabilities - delta)
 
+    # The errors of scores and probabilities: t and u + t of the formulas above.
     e, u = FLOAT32_UNIT, unit
-    score_error = (d + 8) * e * (weight.abs() * absolute_products + bias.abs() + lse.abs())
-    tau = 4 * (score_error.masked_fill(mask, 0.0).amax() + (t + 4 * -(-t // 16)) * e)
+    magnitude = weight.abs() * absolute_products + bias.abs() + lse.abs()
+    score_error = (d + 8) * e * magnitude
+    largest_error = score_error.masked_fill(mask, 0.0).amax()
+    key_tiles = -(-t // 16)
+    tau = 4 * (largest_error + (t + 4 * key_tiles) * e)
     rho = u + tau * (1 + u)
 
     def rounded(exact: Tensor, error: Tensor, last_unit: float = BFLOAT16_UNIT) -> Tensor:
         return error + last_unit * (exact.abs() + error)
 
+    # The errors of the context, of delta, and of the gradient of the scores.
     context_error = rho * (probabilities @ value.abs())
-    delta_error = (rounded(context, context_error, u) * upstream.abs()).sum(-1, keepdim=True)
-    delta_error = delta_error + (t + d) * e * (context.abs() * upstream.abs()).sum(-1, keepdim=True)
+    by_element = rounded(context, context_error, u) + (t + d) * e * context.abs()
+    delta_error = (by_element * upstream.abs()).sum(-1, keepdim=True)
     grad_probabilities_error = d * e * (upstream.abs() @ value.abs().transpose(2, 3))
-    grad_scores_error = (1 + tau) * probabilities * (
-        delta_error + grad_probabilities_error
-    ) + tau * grad_scores.abs()
+    from_difference = probabilities * (delta_error + grad_probabilities_error)
+    grad_scores_error = (1 + tau) * from_difference + tau * grad_scores.abs()
 
+    # The gradients of query, key and value.
     weighted = weight * grad_scores
-    weighted_error = (1 + u) * weight.abs() * grad_scores_error + (u + (s + t) * e) * weighted.abs()
-    grad_query, grad_key = scale * weighted @ key, scale * weighted.transpose(2, 3) @ query
+    weighted_error = (1 + u) * weight.abs() * grad_scores_error
+    weighted_error = weighted_error + (u + (s + t) * e) * weighted.abs()
+    grad_query = scale * weighted @ key
+    grad_key = scale * weighted.transpose(2, 3) @ query
     grad_value = probabilities.transpose(2, 3) @ upstream
     bounds = [
         rounded(context, context_error),
@@ -156,6 +170,10 @@ def attention_bounds(arguments: dict[str, Any], upstream: Tensor, unit: float) -
         rounded(grad_key, scale * weighted_error.transpose(2, 3) @ query.abs()),
         rounded(grad_value, rho * (probabilities.transpose(2, 3) @ upstream.abs())),
     ]
+
+    # The gradients of tables: of the bias, the gradient of the scores; of the weight, its product
+    # with the scaled product of query and key.
+    visible = ~mask
     for name, factor, factor_error in (
         ("bias_table", torch.ones(()), torch.zeros(())),
         ("weight_table", products.abs(), d * e * absolute_products),
@@ -163,18 +181,17 @@ def attention_bounds(arguments: dict[str, Any], upstream: Tensor, unit: float) -
         table = arguments[name]
         if table is None:
             continue
-        by_pair_error = grad_scores_error * (factor + factor_error)
-        by_pair_error = by_pair_error + grad_scores.abs() * (factor_error + batch * s * e * factor)
+        pair_error = grad_scores_error * (factor + factor_error)
+        sum_error = factor_error + batch * s * e * factor
+        pair_error = pair_error + grad_scores.abs() * sum_error
+        by_head = pair_error.sum(0).expand(heads, s, t)
         summed = torch.zeros(table.shape, dtype=torch.float64)
-        visible = ~mask
-        summed.index_add_(
-            1, distance[visible], by_pair_error.sum(0).expand(heads, s, t)[:, visible]
-        )
+        summed.index_add_(1, distance[visible], by_head[:, visible])
         bounds.append(summed)
     if "decay_sums" in arguments:
-        by_pair_error = grad_scores_error + (s + t) * e * grad_scores.abs()
-        summed = by_pair_error.sum(2)
-        summed[..., t - s :] += by_pair_error.sum(3)
+        pair_error = grad_scores_error + (s + t) * e * grad_scores.abs()
+        summed = pair_error.sum(2)
+        summed[..., t - s :] += pair_error.sum(3)
         bounds.append(summed)
     return bounds
 
@@ -183,31 +200,33 @@ def loss_bounds(hidden: Tensor, weight: Tensor, labels: Tensor, mask: Tensor) ->
     """Bounds of the absolute errors of the sum of mask * cross entropy, and of its gradients with
     respect to hidden states `[n, d]` and weight `[v, d]`, which are bfloat16 numbers.
     """
-    hidden, weight, mask = (
-        hidden.detach().double(),
-        weight.detach().double(),
-        mask.double()[:, None],
-    )
-    e, u, size = FLOAT32_UNIT, BFLOAT16_UNIT, hidden.shape[1]
+    hidden, weight, mask = _exact(hidden), _exact(weight), _exact(mask)[:, None]
+    e, u = FLOAT32_UNIT, BFLOAT16_UNIT
+    n, d = hidden.shape
+    v = len(weight)
+
+    # Logits, and the logarithm of the sum of their exponentials.
     logits = hidden @ weight.T
-    logits_error = u * logits.abs() + (1 + u) * size * e * (hidden.abs() @ weight.abs().T)
+    absolute_products = hidden.abs() @ weight.abs().T
+    logits_error = u * logits.abs() + (1 + u) * d * e * absolute_products
     probabilities = logits.softmax(-1)
     # The mean value theorem: the softmax between exact and rounded logits is at most exp(2 max
     # error) as large.
-    lse_error = (probabilities * logits_error).sum(-1, keepdim=True) * (
-        2 * logits_error.amax()
-    ).exp()
+    largest_ratio = (2 * logits_error.amax()).exp()
+    lse_error = (probabilities * logits_error).sum(-1, keepdim=True) * largest_ratio
+
+    # The loss.
     label_error = logits_error.gather(1, labels[:, None])
-    float32_error = (len(labels) + len(weight)) * e * (logits.abs().amax() + 1)
+    float32_error = (n + v) * e * (logits.abs().amax() + 1)
     loss_error = (mask * (lse_error + label_error + float32_error)).sum()
-    one_hot = torch.nn.functional.one_hot(labels, len(weight))
+
+    # The gradients of the logits, the hidden states and the weight.
+    one_hot = torch.nn.functional.one_hot(labels, v)
     grad = mask * (probabilities - one_hot)
     grad_error = mask * probabilities * (logits_error + lse_error + float32_error).expm1()
     grad_error = grad_error + u * (grad.abs() + grad_error)
-    hidden_error = (1 + 3 * u) * (grad_error + len(weight) * e * grad.abs()) @ weight.abs()
-    weight_error = (1 + u) * (grad_error + len(labels) * e * grad.abs()).T @ hidden.abs()
-    return [
-        loss_error,
-        hidden_error + u * (2 + u) * (grad @ weight).abs(),
-        weight_error + u * (grad.T @ hidden).abs(),
-    ]
+    hidden_error = (1 + 3 * u) * (grad_error + v * e * grad.abs()) @ weight.abs()
+    hidden_error = hidden_error + u * (2 + u) * (grad @ weight).abs()
+    weight_error = (1 + u) * (grad_error + n * e * grad.abs()).T @ hidden.abs()
+    weight_error = weight_error + u * (grad.T @ hidden).abs()
+    return [loss_error, hidden_error, weight_error]

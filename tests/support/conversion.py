@@ -24,20 +24,25 @@ def make_model(pos_emb: str, *, seed: int = 0, **keys: object) -> tuple[GPT, Con
         for name, parameter in model.named_parameters():
             drawn = torch.randn(parameter.shape, generator=generator)
             if parameter.dim() in (2, 4):  # of linear layers and convolutions
-                parameter.copy_(drawn * 0.25)
+                values = drawn * 0.25
+            elif name.endswith("norm.weight"):
+                values = drawn * 0.02 + 1.0
             elif parameter.dim() == 1:
-                parameter.copy_(drawn * 0.02 + (1.0 if name.endswith("norm.weight") else 0.0))
+                values = drawn * 0.02
             else:  # scalars per head
-                parameter.copy_(drawn.abs() * 0.5 + 0.05)
+                values = drawn.abs() * 0.5 + 0.05
+            parameter.copy_(values)
     return model.eval(), config
 
 
 def random_tokens(*shape: int, seed: int = 1) -> torch.Tensor:
-    return torch.randint(1, VOCABULARY, shape, generator=torch.Generator().manual_seed(seed))
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(1, VOCABULARY, shape, generator=generator)
 
 
 def greedy(model: GPT, tokens: torch.Tensor, count: int) -> torch.Tensor:
     """Greedy continuation that recomputes the prefix for every token."""
     for _ in range(count):
-        tokens = torch.cat((tokens, model(tokens)[:, -1:].argmax(-1)), dim=1)
+        logits = model(tokens)[:, -1:]
+        tokens = torch.cat((tokens, logits.argmax(-1)), dim=1)
     return tokens

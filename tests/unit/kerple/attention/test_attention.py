@@ -12,19 +12,28 @@ from kerple.positional import ModelShape, primary_names
 SHAPE = ModelShape(num_heads=2, head_size=4, hidden_size=8, num_layers=1, max_positions=16)
 
 
+def random_states(batch=1, length=9):
+    """Query, key and value `[b, 2, s, 4]`."""
+    return torch.randn(3, batch, 2, length, 4).unbind()
+
+
 def test_a_model_with_attention_has_the_parameters_of_the_method():
     method = KerpleLog(num_heads=2)
     model = nn.ModuleDict({"attention": Attention(method)})
-    assert set(model.state_dict()) == {"attention.positional.bias_p", "attention.positional.bias_a"}
-    context = model["attention"](*torch.randn(3, 1, 2, 9, 4).unbind())
+    parameters = dict(model.named_parameters())
+    assert set(parameters) == {"attention.positional.bias_p", "attention.positional.bias_a"}
+    context = model["attention"](*random_states())
     context.square().sum().backward()
-    assert all(parameter.grad.abs().min() > 0 for parameter in model.parameters())
+    for parameter in parameters.values():
+        assert parameter.grad.abs().min() > 0
 
 
 def test_it_equals_attention_with_the_method_s_tables():
-    method, states = KerpleLog(num_heads=2), torch.randn(3, 1, 2, 9, 4).unbind()
+    method = KerpleLog(num_heads=2)
+    states = random_states()
     bias, _ = tables(method, 9, "cpu")
-    torch.testing.assert_close(Attention(method)(*states), attend(*states, bias_table=bias))
+    expected = attend(*states, bias_table=bias)
+    torch.testing.assert_close(Attention(method)(*states), expected)
 
 
 @pytest.mark.parametrize("s", [9, 2])
@@ -32,33 +41,38 @@ def test_it_equals_attention_with_the_method_s_tables():
 def test_queries_and_keys_are_rotated_at_their_positions(s, causal):
     """The queries are the last positions; if attention is not causal, the first ones."""
     method = Rotary(4)
-    query, key, value = torch.randn(3, 1, 2, 9, 4).unbind()
+    query, key, value = random_states()
     positions = torch.arange(9)
-    queries = positions[-s:] if causal else positions[:s]
-    rotated = method.rotate(query[:, :, queries], key, queries, positions)
+    queries = positions[:s]
+    if causal:
+        queries = positions[-s:]
+    query = query[:, :, queries]
+    rotated = method.rotate(query, key, queries, positions)
     expected = attend(*rotated, value, causal=causal)
-    torch.testing.assert_close(
-        Attention(method)(query[:, :, queries], key, value, causal=causal), expected
-    )
+    context = Attention(method)(query, key, value, causal=causal)
+    torch.testing.assert_close(context, expected)
 
 
 def test_the_positions_of_documents_are_those_in_the_documents():
     """The tokens of the first document have those of the second one between them."""
-    method = Rotary(4)
+    attention = Attention(Rotary(4))
     ids = torch.tensor([[0, 0, 1, 1, 1, 0, 0], [0, 0, 0, 0, 0, 0, 0]])
-    query, key, value = torch.randn(3, 2, 2, 7, 4).unbind()
-    context = Attention(method)(query, key, value, documents=ids)
-    assert torch.equal(context, Attention(method)(query, key, value, documents=Documents(ids)))
+    assert document_positions(ids)[0].tolist() == [0, 1, 0, 1, 2, 2, 3]
+    states = random_states(batch=2, length=7)
+    context = attention(*states, documents=ids)
+    assert torch.equal(context, attention(*states, documents=Documents(ids)))
+
+    # Each document on its own.
     for row, number in ((0, 0), (0, 1), (1, 0)):
         tokens = ids[row] == number
-        part = [states[row : row + 1, :, tokens] for states in (query, key, value)]
-        torch.testing.assert_close(context[row : row + 1, :, tokens], Attention(method)(*part))
-    assert document_positions(ids)[0].tolist() == [0, 1, 0, 1, 2, 2, 3]
+        part = [state[row, None][:, :, tokens] for state in states]
+        torch.testing.assert_close(context[row, None][:, :, tokens], attention(*part))
 
 
 def test_misplaced_arguments_are_named():
+    without_batch = torch.randn(3, 2, 6, 4)
     with pytest.raises(ValueError, match=r"query\[None\]"):
-        Attention(KerpleLog(2))(*torch.randn(3, 2, 6, 4))
+        Attention(KerpleLog(2))(*without_batch)
     with pytest.raises(TypeError, match="'chunked'"):
         Attention("chunked", KerpleLog(2))
 
@@ -66,23 +80,27 @@ def test_misplaced_arguments_are_named():
 @pytest.mark.parametrize("method", [KerpleLog(2), Rotary(4), XPos(4)])
 def test_documents_of_other_tokens_are_rejected(method):
     """Before the rotation, in which they would be broadcast."""
-    query, key, value = torch.randn(3, 2, 2, 7, 4).unbind()
-    for ids in (torch.zeros(2, 6, dtype=torch.long), torch.zeros(1, 7, dtype=torch.long)):
-        with pytest.raises(ValueError, match=r"document_ids .* must be \[2, 7\]"):
-            Attention(method)(query, key, value, documents=ids)
+    attention = Attention(method)
+    query, key, value = random_states(batch=2, length=7)
     ids = torch.zeros(2, 7, dtype=torch.long)
+    for other_ids in (ids[:, :6], ids[:1]):
+        with pytest.raises(ValueError, match=r"document_ids .* must be \[2, 7\]"):
+            attention(query, key, value, documents=other_ids)
     with pytest.raises(ValueError, match="as many queries as keys"):
-        Attention(method)(query[:, :, :1], key, value, documents=ids, causal=False)
-    empty = torch.randn(3, 0, 2, 7, 4).unbind()
-    assert Attention(method)(*empty, documents=ids[:0]).shape == (0, 2, 7, 4)
+        attention(query[:, :, :1], key, value, documents=ids, causal=False)
     with pytest.raises(ValueError, match="int64"):
-        Attention(method)(query.long(), key.long(), value.long())
+        attention(query.long(), key.long(), value.long())
+
+    # An empty batch is not rejected.
+    empty = random_states(batch=0, length=7)
+    assert attention(*empty, documents=ids[:0]).shape == (0, 2, 7, 4)
 
 
 def test_the_package_offers_attention_and_all_methods():
     assert kerple.KerpleLog is KerpleLog
-    assert {type(kerple.build(name, SHAPE)).__name__ for name in primary_names()} <= set(
-        dir(kerple.positional)
-    )
+    offered = set(dir(kerple.positional))
+    for name in primary_names():
+        method = kerple.build(name, SHAPE)
+        assert type(method).__name__ in offered
     with pytest.raises(AttributeError, match="KerpelLog"):
         kerple.KerpelLog  # noqa: B018

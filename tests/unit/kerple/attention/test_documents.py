@@ -8,27 +8,37 @@ from tests.support.attention import attend_arguments
 
 
 def test_documents_of_equal_size_are_one_group():
-    groups = Documents(torch.tensor([[0, 0, 0, 1, 1], [7, 7, 8, 8, 8]])).groups(q_len=5)
-    sizes = sorted((tuple(queries.shape), tuple(keys.shape)) for queries, keys, _ in groups)
-    assert sizes == [((2, 2), (2, 2)), ((2, 3), (2, 3))]
+    ids = torch.tensor([[0, 0, 0, 1, 1], [7, 7, 8, 8, 8]])
+    sizes = []
+    for queries, keys, _ in Documents(ids).groups(q_len=5):
+        assert queries.shape == keys.shape
+        sizes.append(list(queries.shape))
+    # Two documents of two tokens, and two of three.
+    assert sorted(sizes) == [[2, 2], [2, 3]]
 
 
 def test_positions_of_the_queries_count():
     """A cache of attention sinks has a gap between the sinks and the window."""
     positions = torch.tensor([[0, 1, 10, 11, 12, 13]])
-    ((queries, keys, dropped),) = Documents(torch.zeros(1, 6).long(), positions).groups(q_len=2)
-    assert (queries.tolist(), keys.tolist(), dropped) == ([[0, 1]], [[0, 1, 2, 3, 4, 5]], 8)
+    ids = torch.zeros(1, 6).long()
+    (group,) = Documents(ids, positions).groups(q_len=2)
+    queries, keys, dropped = group
+    assert queries.tolist() == [[0, 1]]
+    assert keys.tolist() == [[0, 1, 2, 3, 4, 5]]
+    assert dropped == 8
 
 
 def test_positions_count_the_tokens_of_a_document():
     ids = torch.tensor([[3, 3, 1, 1, 1, 3], [-1, 0, 0, 2, -1, 2]])
-    assert document_positions(ids).tolist() == [[0, 1, 0, 1, 2, 2], [0, 0, 1, 0, 1, 1]]
+    first, second = document_positions(ids).tolist()
+    assert first == [0, 1, 0, 1, 2, 2]
+    assert second == [0, 0, 1, 0, 1, 1]
 
 
 def test_ids_of_sequences_with_lengths():
-    assert ids_of_sequences(torch.tensor([0, 2, 2, 5], dtype=torch.int32)).tolist() == [
-        [0, 0, 2, 2, 2]
-    ]
+    ends = torch.tensor([0, 2, 2, 5], dtype=torch.int32)
+    (ids,) = ids_of_sequences(ends).tolist()
+    assert ids == [0, 0, 2, 2, 2]
 
 
 LARGEST = torch.iinfo(torch.int64).max
@@ -36,17 +46,23 @@ LARGEST = torch.iinfo(torch.int64).max
 
 @pytest.mark.parametrize(
     "numbers",
-    [(0, 1, LARGEST), (LARGEST - 1, LARGEST, 2**62), (7_046_029_254_386_353_131, 3, 2**63 - 59)],
+    [
+        (0, 1, LARGEST),
+        (LARGEST - 1, LARGEST, 2**62),
+        (7_046_029_254_386_353_131, 3, 2**63 - 59),
+    ],
 )
 @pytest.mark.parametrize("name", ["alibi", "xpos"])
 def test_any_integers_are_ids(numbers, name):
     """Rows with the same ids have documents of their own; a negative id is padding."""
-    small = torch.tensor([[0, 0, 1, 1, 1, 2, 2, 0, -1]]).repeat(4, 1)
+    small = torch.tensor([0, 0, 1, 1, 1, 2, 2, 0, -1]).repeat(4, 1)
     small[2, :2] = 2
-    large = torch.tensor([*numbers, -LARGEST - 1])[small]
+    large_ids = torch.tensor([*numbers, -LARGEST - 1])
     arguments = attend_arguments(name, 4, 4, 9, 9, 8)
-    results = [attend(document_ids=ids, **arguments) for ids in (small, large)]
-    assert torch.equal(results[0][:, :, :-1], results[1][:, :, :-1])
+    of_small = attend(document_ids=small, **arguments)
+    of_large = attend(document_ids=large_ids[small], **arguments)
+    # All but the padding.
+    assert torch.equal(of_small[:, :, :-1], of_large[:, :, :-1])
 
 
 @pytest.mark.parametrize(
@@ -58,5 +74,6 @@ def test_any_integers_are_ids(numbers, name):
     ],
 )
 def test_ids_that_do_not_fit(ids, value):
+    arguments = attend_arguments("alibi", 2, 4, 9, 9, 8)
     with pytest.raises(ValueError, match=rf"document_ids .*{value}"):
-        attend(document_ids=ids, **attend_arguments("alibi", 2, 4, 9, 9, 8))
+        attend(document_ids=ids, **arguments)

@@ -9,10 +9,11 @@ from megatron.model.cache import KVCache, LayerCache
 
 @pytest.mark.parametrize("max_length", [None, 70])
 def test_append_returns_all_tokens_in_order(max_length):
-    key, value = torch.randn(2, 2, 3, 70, 4).unbind()
+    key, value = torch.randn(2, 2, 3, 70, 4)
     cache = LayerCache(max_length)
     for start, end in ((0, 1), (1, 60), (60, 65), (65, 70)):
-        keys, values = cache.append(key[:, :, start:end], value[:, :, start:end])
+        new = slice(start, end)
+        keys, values = cache.append(key[:, :, new], value[:, :, new])
         assert torch.equal(keys, key[:, :, :end])
         assert torch.equal(values, value[:, :, :end])
     assert cache.length == 70
@@ -22,46 +23,56 @@ def test_a_window_bounds_the_buffer():
     """Each call returns the new tokens and the window's other tokens, in a buffer that does not
     grow with the text.
     """
-    key, value = torch.randn(2, 2, 3, 500, 4).unbind()
+    key, value = torch.randn(2, 2, 3, 500, 4)
     cache = LayerCache(500, window=8)
+    bytes_per_token = 2 * 3 * 4 * 4
     start = 0
-    for new in (20, 1, 1, 30, *[1] * 200, 40):
-        keys, values = cache.append(
-            key[:, :, start : start + new], value[:, :, start : start + new]
-        )
-        first = max(0, start - 7)
-        start += new
-        assert torch.equal(keys, key[:, :, first:start])
-        assert torch.equal(values, value[:, :, first:start])
-        assert cache.length == start
-        assert keys.untyped_storage().nbytes() <= (7 + 40 + 8) * 2 * 3 * 4 * 4
+    for count in (20, 1, 1, 30, *[1] * 200, 40):
+        end = start + count
+        new = slice(start, end)
+        keys, values = cache.append(key[:, :, new], value[:, :, new])
+        expected = slice(max(0, start - 7), end)
+        assert torch.equal(keys, key[:, :, expected])
+        assert torch.equal(values, value[:, :, expected])
+        assert cache.length == end
+        assert keys.untyped_storage().nbytes() <= (7 + 40 + 8) * bytes_per_token
+        start = end
 
 
 def test_select():
     """Keys, values, and the prefix sums of a decay, of more heads and in another dtype."""
-    states, sums = torch.randn(3, 2, 10, 4), torch.randn(3, 4, 10, 1, dtype=torch.float64)
+    states = torch.randn(3, 2, 10, 4)
+    sums = torch.randn(3, 4, 10, 1, dtype=torch.float64)
     cache = KVCache([FULL] * 2)
     for layer in cache.layers:
         assert layer.last() is None
         layer.append(states[:, :, :4], states[:, :, :4], sums[:, :, :4])
-    cache.select(torch.tensor([2, 0]))
+
+    # Two rows, in another order.
+    selected = [2, 0]
+    cache.select(torch.tensor(selected))
+    states, sums = states[selected], sums[selected]
     assert cache.length == 4
-    assert torch.equal(cache.layers[1].last()[2], sums[[2, 0], :, 3:4])
-    keys, _, all_sums = cache.layers[1].append(
-        *(part[[2, 0], :, 4:6] for part in (states, states, sums))
-    )
-    assert torch.equal(keys, states[[2, 0], :, :6])
-    assert torch.equal(all_sums, sums[[2, 0], :, :6])
+    layer = cache.layers[1]
+    _, _, last_sums = layer.last()
+    assert torch.equal(last_sums, sums[:, :, 3:4])
+    new = slice(4, 6)
+    keys, _, all_sums = layer.append(states[:, :, new], states[:, :, new], sums[:, :, new])
+    assert torch.equal(keys, states[:, :, :6])
+    assert torch.equal(all_sums, sums[:, :, :6])
 
 
 @pytest.mark.parametrize("sinks", [0, 1, 3, 20])
 def test_sinks_stay_in_front_of_the_window(sinks):
-    (states,) = torch.randn(1, 2, 3, 60, 4)
+    states = torch.randn(2, 3, 60, 4)
     cache = LayerCache(window=5, sinks=sinks)
     start = 0
-    for new in (1, 1, 2, 9, *[1] * 20, 7):
-        (kept,) = cache.append(states[:, :, start : start + new])
+    for count in (1, 1, 2, 9, *[1] * 20, 7):
+        end = start + count
+        (kept,) = cache.append(states[:, :, start:end])
+        # The sinks that the window has left, and the window.
         first = max(0, start - 4)
-        start += new
-        expected = torch.cat((states[:, :, : min(sinks, first)], states[:, :, first:start]), 2)
+        in_front = states[:, :, : min(sinks, first)]
+        expected = torch.cat((in_front, states[:, :, first:end]), dim=2)
         assert torch.equal(kept, expected)
+        start = end
