@@ -21,8 +21,7 @@ def test_positions_of_the_queries_count():
     """A cache of attention sinks has a gap between the sinks and the window."""
     positions = torch.tensor([[0, 1, 10, 11, 12, 13]])
     ids = torch.zeros(1, 6).long()
-    (group,) = Documents(ids, positions).groups(q_len=2)
-    queries, keys, dropped = group
+    ((queries, keys, dropped),) = Documents(ids, positions).groups(q_len=2)
     assert queries.tolist() == [[0, 1]]
     assert keys.tolist() == [[0, 1, 2, 3, 4, 5]]
     assert dropped == 8
@@ -30,15 +29,13 @@ def test_positions_of_the_queries_count():
 
 def test_positions_count_the_tokens_of_a_document():
     ids = torch.tensor([[3, 3, 1, 1, 1, 3], [-1, 0, 0, 2, -1, 2]])
-    first, second = document_positions(ids).tolist()
-    assert first == [0, 1, 0, 1, 2, 2]
-    assert second == [0, 0, 1, 0, 1, 1]
+    positions = [[0, 1, 0, 1, 2, 2], [0, 0, 1, 0, 1, 1]]
+    assert document_positions(ids).tolist() == positions
 
 
 def test_ids_of_sequences_with_lengths():
     ends = torch.tensor([0, 2, 2, 5], dtype=torch.int32)
-    (ids,) = ids_of_sequences(ends).tolist()
-    assert ids == [0, 0, 2, 2, 2]
+    assert ids_of_sequences(ends).tolist() == [[0, 0, 2, 2, 2]]
 
 
 LARGEST = torch.iinfo(torch.int64).max

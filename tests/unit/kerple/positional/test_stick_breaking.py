@@ -44,9 +44,8 @@ def test_attention_and_gradients(dtype, tolerance, window):
     exact_states = [state.double().requires_grad_() for state in drawn]
     exact_context = exact_attention(*exact_states, window=window)
     exact_gradients = torch.autograd.grad(exact_context, exact_states, upstream)
-    actual = [context, *gradients]
     expected = [exact_context, *exact_gradients]
-    for result, exact in zip(actual, expected, strict=True):
+    for result, exact in zip([context, *gradients], expected, strict=True):
         torch.testing.assert_close(result.double(), exact, rtol=tolerance, atol=tolerance)
 
 

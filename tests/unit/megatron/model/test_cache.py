@@ -25,7 +25,6 @@ def test_a_window_bounds_the_buffer():
     """
     key, value = torch.randn(2, 2, 3, 500, 4)
     cache = LayerCache(500, window=8)
-    bytes_per_token = 2 * 3 * 4 * 4
     start = 0
     for count in (20, 1, 1, 30, *[1] * 200, 40):
         end = start + count
@@ -35,7 +34,7 @@ def test_a_window_bounds_the_buffer():
         assert torch.equal(keys, key[:, :, expected])
         assert torch.equal(values, value[:, :, expected])
         assert cache.length == end
-        assert keys.untyped_storage().nbytes() <= (7 + 40 + 8) * bytes_per_token
+        assert keys.untyped_storage().nbytes() <= (7 + 40 + 8) * 2 * 3 * 4 * 4
         start = end
 
 
@@ -49,13 +48,12 @@ def test_select():
         layer.append(states[:, :, :4], states[:, :, :4], sums[:, :, :4])
 
     # Two rows, in another order.
-    selected = [2, 0]
-    cache.select(torch.tensor(selected))
-    states, sums = states[selected], sums[selected]
+    rows = torch.tensor([2, 0])
+    cache.select(rows)
+    states, sums = states[rows], sums[rows]
     assert cache.length == 4
     layer = cache.layers[1]
-    _, _, last_sums = layer.last()
-    assert torch.equal(last_sums, sums[:, :, 3:4])
+    assert torch.equal(layer.last()[2], sums[:, :, 3:4])
     new = slice(4, 6)
     keys, _, all_sums = layer.append(states[:, :, new], states[:, :, new], sums[:, :, new])
     assert torch.equal(keys, states[:, :, :6])
