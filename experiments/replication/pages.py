@@ -2,8 +2,8 @@
 from `records/`.
 
 records/NAME/SEED/results.jsonl has the records of the sweep NAME. records/recall.json is the
-`chomsky.json` of recall.md. long-context.md has the records in ../long_context, and
-retrofit.md those in ../retrofit.
+`chomsky.json` of recall.md. long-context.md has the records in ../long_context, bytes.md those in
+../bytes, and retrofit.md those in ../retrofit.
 """
 
 import itertools
@@ -11,6 +11,7 @@ import json
 import os
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -59,14 +60,46 @@ from megatron.utils.files import write_atomically
 RECORDS = Path(__file__).with_name("records")
 SWEEPS = ("c", "c-factor1", "prose", "latex")
 TRAIN_LENGTH, LONGEST = 128, 8192
-# SEED/POS_EMB/, with the logs of training.
-LONG_CONTEXT = RECORDS.parents[1] / "long_context" / "records" / "main"
-LONG_CONTEXT_BASELINES = "alibi", "rpe", "kerple_power_ap_", "rotary"
-LONG_CONTEXT_TRAIN_LENGTH, LONG_CONTEXT_LONGEST = 512, 16384
+PLANNED_BASELINES = "alibi", "rpe", "kerple_power_ap_", "rotary"
 RECALL_TRAIN_LENGTH = 64
 NO_LOSS = "sinusoidal"  # its losses beyond the training length are meaningless
 USED = 0.02  # nats: smaller gains from far text do not count
 BLOCK = re.compile(r"(<!-- block (\S+): \S+ -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """One of those that were planned before their first run: log and PLANNED_BASELINES on C.
+
+    Attributes:
+        folder: with SEED/POS_EMB/, the records of evaluation and training.
+        train_length, longest: the shortest and the longest tested length.
+    """
+
+    folder: Path
+    train_length: int
+    longest: int
+
+    def records(self) -> Records:
+        """The corpus is named as in the first experiment, which had no test split and no bytes."""
+        return [{**record, "corpus": "debian_c"} for record in read_results(self.folder)]
+
+    def draw(self, style: Style) -> Figure:
+        """The figure of its page."""
+        logs = {}
+        for path in self.folder.rglob("metrics.jsonl"):
+            seed, pos_emb = path.parts[-3:-1]
+            logs[pos_emb, int(seed)] = path
+        differences = position_differences(self.records(), self.longest)
+        progress = training_progress(logs, self.train_length)
+        return long_context_plot(differences, progress, self.train_length, style)
+
+
+EXPERIMENTS = RECORDS.parents[1]
+LONG_CONTEXT = Experiment(EXPERIMENTS / "long_context" / "records" / "main", 512, 16384)
+BYTES = Experiment(EXPERIMENTS / "bytes" / "records" / "main", 256, 8192)
+# By the names of their pages.
+PLANNED = {"long-context": LONG_CONTEXT, "bytes": BYTES}
 
 
 def add_results(folder: Path, records: Path = RECORDS) -> None:
@@ -137,14 +170,15 @@ def texts(root: Path) -> dict[Path, str]:
 
 def figures(root: Path) -> dict[Path, bytes]:
     """The PNG files by path."""
-    every_record = [*_read(*SWEEPS), *_read_long_context()]
+    every_record = [*_read(*SWEEPS), *LONG_CONTEXT.records()]
     models = {TITLES[name]: losses for name, losses in read_models().items()}
     drawings: dict[str, Callable[[Style], Figure]] = {
         "cost": partial(cost_plot, costs(every_record)),
         "recall": partial(recall_plot, _recall(), RECALL_TRAIN_LENGTH),
-        "long-context": _draw_long_context,
         "retrofit": partial(retrofit_plot, models),
     }
+    for name, experiment in PLANNED.items():
+        drawings[name] = experiment.draw
     folder = root / "docs" / "results"
     pictures = {}
     for name, draw in drawings.items():
@@ -152,20 +186,9 @@ def figures(root: Path) -> dict[Path, bytes]:
     return pictures
 
 
-def _draw_long_context(style: Style) -> Figure:
-    logs = {}
-    for path in LONG_CONTEXT.rglob("metrics.jsonl"):
-        seed, pos_emb = path.parts[-3:-1]
-        logs[pos_emb, int(seed)] = path
-    length = LONG_CONTEXT_TRAIN_LENGTH
-    differences = position_differences(_read_long_context(), LONG_CONTEXT_LONGEST)
-    return long_context_plot(differences, training_progress(logs, length), length, style)
-
-
 def blocks() -> dict[str, str]:
     """The content of each block by name."""
     records = _read(*SWEEPS)
-    long_context = _read_long_context()
     found, scores = costs(records), in_context_scores(records)
     facts = [
         order_of_log_and_alibi(records),
@@ -177,40 +200,48 @@ def blocks() -> dict[str, str]:
         best_modes(_read("modes")),
     ]
     tables = {
-        "answer": answer(long_context),
+        "answer": answer(LONG_CONTEXT),
         "comparisons": comparison_table(records),
         "recall": recall_table(_recall()),
-        "long-context-losses": loss_table(long_context),
-        "long-context-comparisons": comparison_table(long_context, LONG_CONTEXT_BASELINES),
-        "long-context-differences": differences_by_length(long_context, LONG_CONTEXT_BASELINES),
     }
+    for name, experiment in PLANNED.items():
+        planned = experiment.records()
+        tables[f"{name}-losses"] = loss_table(planned)
+        tables[f"{name}-comparisons"] = comparison_table(planned, PLANNED_BASELINES)
+        tables[f"{name}-differences"] = differences_by_length(planned, PLANNED_BASELINES)
     contents = {name: _markdown(table) for name, table in tables.items()}
     contents["facts"] = "\n".join(f"- {fact}" for fact in facts)
 
-    # The third experiment, which has losses only.
+    # The retrofit, which has losses only.
     for name, losses in read_models().items():
         contents[f"retrofit-{name}"] = retrofit_table(losses)
         contents[f"retrofit-{name}-differences"] = retrofit_differences(losses)
     return contents
 
 
-def answer(long_context: Records) -> Table:
-    """The second experiment in four rows: the loss at the shortest and the longest length, and what
-    far keys change.
+def answer(experiment: Experiment) -> Table:
+    """An experiment in four rows: the loss at the shortest and the longest length, and what far
+    keys change.
     """
     # The means over the seeds.
-    losses = loss_frame(long_context)
+    records = experiment.records()
+    losses = loss_frame(records)
     full = losses[losses["mode"] == "full"].groupby(["pos_emb", "length"])["value"].mean()
-    changes = costs(long_context).groupby(["pos_emb", "length"])["cost"].mean()
-    shortest, longest = LONG_CONTEXT_TRAIN_LENGTH, LONG_CONTEXT_LONGEST
+    changes = costs(records).groupby(["pos_emb", "length"])["cost"].mean()
+    shortest, longest = experiment.train_length, experiment.longest
     lines = []
     for pos_emb in ("kerple_log", "alibi", "rpe", "rotary"):
         near, far = full[pos_emb, shortest], full[pos_emb, longest]
         change = changes[pos_emb, longest]
         cells = f"{near:.2f}", f"{far:.2f}", f"{change:+.2f}"
         lines.append(text_row((method_name(pos_emb),), cells))
-    columns = format_length(shortest), format_length(longest), "change by keys beyond 512"
-    return Table("answer", "Answer", ("trained at 512 tokens, loss at",), columns, tuple(lines))
+    columns = (
+        format_length(shortest),
+        format_length(longest),
+        f"change by keys beyond {shortest:,}",
+    )
+    labels = (f"trained at {shortest:,} tokens, loss at",)
+    return Table("answer", "Answer", labels, columns, tuple(lines))
 
 
 def order_of_log_and_alibi(records: Records) -> str:
@@ -392,10 +423,3 @@ def _recall() -> DataFrame:
 def _read(*names: str) -> Records:
     folders = [RECORDS / name for name in names]
     return [*read_results(folders)]
-
-
-def _read_long_context() -> Records:
-    """The records of the second experiment, with the corpus named as in the first one, which had no
-    test split.
-    """
-    return [{**record, "corpus": "debian_c"} for record in read_results(LONG_CONTEXT)]

@@ -199,26 +199,26 @@ def test_rotations_can_be_compiled(method, kv_heads):
 
 
 @pytest.mark.parametrize(
-    ("backend", "method", "options"),
+    ("backend", "method", "options", "masked"),
     [
-        ("reference", "kerple_log", {}),
-        ("sdpa", "kerple_log", {"window": 9}),
-        ("sdpa", "kerple_log_rotary", {"causal": False}),
-        ("chunked", "kerple_log", {}),
-        ("chunked", "kerple_log_rotary", {"window": 9}),
-        ("chunked", "kerple_log", {"causal": False}),
-        # Methods that compute the scores.
-        ("auto", "dape_v2_kerple", {"window": 9}),
-        ("auto", "transformer_xl", {"causal": False}),
-        pytest.param("reference", "kerple_log_rotary", {"window": 9}, marks=pytest.mark.ci),
-        pytest.param("sdpa", "kerple_log", {}, marks=pytest.mark.ci),
-        pytest.param("auto", "fire", {}, marks=pytest.mark.ci),
-        pytest.param("auto", "transformer_xl", {"window": 9}, marks=pytest.mark.ci),
-        pytest.param("auto", "dape_rotary", {"causal": False}, marks=pytest.mark.ci),
-        pytest.param("auto", "stick_breaking", {}, marks=pytest.mark.ci),
+        ("reference", "kerple_log", {}, False),
+        ("sdpa", "kerple_log", {"window": 9}, True),
+        ("sdpa", "kerple_log_rotary", {"causal": False}, False),
+        ("chunked", "kerple_log", {}, False),
+        ("chunked", "kerple_log", {"causal": False}, True),
+        ("fused", "kerple_log", {"window": 9}, False),
+        # A method that computes the scores.
+        ("auto", "transformer_xl", {"causal": False}, True),
+        pytest.param("reference", "kerple_log_rotary", {"window": 9}, True, marks=pytest.mark.ci),
+        pytest.param("chunked", "kerple_log_rotary", {"window": 9}, False, marks=pytest.mark.ci),
+        pytest.param("fused", "kerple_log_rotary", {}, False, marks=pytest.mark.ci),
+        pytest.param("auto", "dape_rotary", {"causal": False}, False, marks=pytest.mark.ci),
+        pytest.param("auto", "dape_v2_kerple", {"window": 9}, False, marks=pytest.mark.ci),
+        pytest.param("auto", "fire", {}, True, marks=pytest.mark.ci),
+        pytest.param("auto", "stick_breaking", {}, False, marks=pytest.mark.ci),
+        pytest.param("auto", "transformer_xl", {"window": 9}, False, marks=pytest.mark.ci),
     ],
 )
-@pytest.mark.parametrize("masked", [False, True])
 def test_one_graph_serves_all_lengths(backend, method, options, masked):
     """PyTorch's own attention needs two for 20 lengths: one for the first, and one for
     all others.
