@@ -47,7 +47,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         "sweep", nargs="?", default=ROOT / "configs" / "sweeps" / "demo.yml", metavar="SWEEP.yml"
     )
     definition = read_sweep(parser.parse_args(argv).sweep)
-    fast = "bfloat16" if not torch.cuda.is_available() and has_bf16_instructions() else "fp32"
+
+    # The precision of the sweep, or the fast one.
+    fast = "fp32"
+    if has_bf16_instructions() and not torch.cuda.is_available():
+        fast = "bfloat16"
     overrides = {"precision": fast, **definition.overrides}
     print(f"training in {overrides['precision']}")
 
@@ -84,9 +88,11 @@ def conclusions(records: Sequence[ExtrapolationRecord]) -> list[str]:
     for name, method in methods.items():
         change = losses.difference((*method, longest), (*method, shortest))
         if change is not None:
-            verb = "falls" if change.mean < 0 else "rises"
+            verb = "rises"
             if not change.significant:
                 verb = "shows no clear change"
+            elif change.mean < 0:
+                verb = "falls"
             lines.append(
                 f"{name}: from {shortest:,} to {longest:,} tokens the loss {verb} ({change} nats "
                 "per token)"
@@ -96,10 +102,11 @@ def conclusions(records: Sequence[ExtrapolationRecord]) -> list[str]:
     for name in others:
         difference = losses.difference((*methods[name], longest), (*methods[reference], longest))
         if difference is not None:
-            better = name if difference.mean < 0 else reference
             verdict = "a tie"
-            if difference.significant:
-                verdict = f"{better} is better"
+            if difference.significant and difference.mean < 0:
+                verdict = f"{name} is better"
+            elif difference.significant:
+                verdict = f"{reference} is better"
             lines.append(
                 f"{name} minus {reference} at {longest:,}: {difference} nats per token: {verdict} "
                 "on this text"

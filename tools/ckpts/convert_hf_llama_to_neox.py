@@ -29,6 +29,9 @@ if __name__ == "__main__":
     )
     parser.add_argument("--no-tokenizer", action="store_true", help="convert only the model")
     options = parser.parse_args()
-    source = options.model if Path(options.model).is_dir() else f"hf:{options.model}"
+    # A folder, or the name of a model on the hub.
+    source = options.model
+    if not Path(source).is_dir():
+        source = f"hf:{source}"
     words = ["from-hf", source, options.model_path, *["--no-tokenizer"] * options.no_tokenizer]
     sys.exit(run_main(lambda: main(words)))

@@ -89,7 +89,8 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> None:
     arguments = parse_arguments(argv)
-    inputs, suffixes = split_paths(arguments.input), split_words(arguments.suffixes)
+    inputs = split_paths(arguments.input)
+    suffixes = split_words(arguments.suffixes)
     options = DocumentOptions(
         keys=tuple(dict.fromkeys(arguments.jsonl_keys)),
         subset=arguments.pile_subset,
@@ -97,10 +98,13 @@ def main(argv: Sequence[str] | None = None) -> None:
         ftfy=arguments.ftfy,
         skip_bad=arguments.bad_documents == "skip",
     )
+    # The subset is a value in `meta`.
+    corpus = FileCorpus(find_files(inputs, suffixes), suffixes, (*options.keys, "meta"))
+    tokenizer = TokenizerFiles(arguments.tokenizer_type, arguments.vocab_file, arguments.merge_file)
     manifests = preprocess(
-        FileCorpus(find_files(inputs, suffixes), suffixes, (*options.keys, "meta")),
+        corpus,
         arguments.output_prefix,
-        TokenizerFiles(arguments.tokenizer_type, arguments.vocab_file, arguments.merge_file),
+        tokenizer,
         options,
         inputs=inputs,
         workers=arguments.workers,

@@ -52,6 +52,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     if arguments.output.is_dir():
         raise UserError(f"--output {arguments.output}: is a folder; choose a file")
     check_writable(arguments.output.parent, "--output")
+
+    # The texts of all documents; unreadable ones are counted.
     suffixes = split_words(arguments.suffixes)
     options = DocumentOptions(
         tuple(arguments.jsonl_keys), skip_bad=arguments.bad_documents == "skip"
@@ -65,10 +67,14 @@ def main(argv: Sequence[str] | None = None) -> None:
         if rejected.bad:
             message += f" ({rejected.bad:,} documents are unreadable: {rejected.examples[0]})"
         raise UserError(message)
+
+    # Train, and write only a complete file.
     limited = limit_texts(itertools.chain([first], texts), arguments.max_megabytes)
     tokenizer = train_bpe(limited, arguments.vocab_size, progress=sys.stderr.isatty())
     arguments.output.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(arguments.output, tokenizer.to_str(pretty=True).encode())
+
+    # What was trained, and what was left out.
     vocab_size = tokenizer.get_vocab_size()
     note = ""
     if vocab_size != arguments.vocab_size:
