@@ -208,7 +208,10 @@ class SimulatedCuda(TorchDispatchMode):
 
     def __enter__(self) -> Self:
         if not is_active():
-            raise RuntimeError("start this process with tests.support.simulated_cuda.environment()")
+            raise RuntimeError(
+                "tests/gpu needs the environment of tests.support.simulated_cuda: run "
+                "tests/integration/test_gpu.py, which sets it"
+            )
         # Backward passes run in this thread, where this mode is active.
         torch.autograd.set_multithreading_enabled(False)
         torch._C._set_only_lift_cpu_tensors(True)
