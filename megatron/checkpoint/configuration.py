@@ -54,20 +54,19 @@ IGNORED_KEYS = (
 # Sizes that must match if the configuration of an evaluation sets them.
 SIZES = ("num_layers", "hidden_size", "num_attention_heads", "seq_length")
 
-# What changes the model's output but not the sizes of its tensors: attribute of ModelConfig ->
-# configuration key.
-OUTPUT_SETTINGS = {
-    "num_attention_heads": "num_attention_heads",
-    "num_kv_heads": "num_kv_heads",
-    "head_size": "head_size",
-    "window": "sliding_window_width",
-    "norm": "norm",
-    "norm_epsilon": "layernorm_epsilon (or rms_norm_epsilon)",
-    "activation_function": "activation (with bias_gelu_fusion)",
-    "gpt_j_residual": "gpt_j_residual",
-    "no_weight_tying": "no_weight_tying",
+# What changes the model's output but not the sizes of its tensors: attribute of ModelConfig -> the
+# configuration keys that it follows from.
+OUTPUT_SETTINGS: dict[str, tuple[str, ...]] = {
+    "num_attention_heads": ("num_attention_heads",),
+    "num_kv_heads": ("num_kv_heads",),
+    "head_size": ("head_size",),
+    "window": ("sliding_window_width",),
+    "norm": ("norm",),
+    "norm_epsilon": ("layernorm_epsilon", "rms_norm_epsilon"),
+    "activation_function": ("activation", "bias_gelu_fusion"),
+    "gpt_j_residual": ("gpt_j_residual",),
+    "no_weight_tying": ("no_weight_tying",),
 }
-
 
 # The sections of the configuration that say how a model is trained, and their keys that do not:
 # where the data are, and how the work is done.
@@ -349,15 +348,27 @@ def model_differences(saved: Config, config: Config, *, evaluation: bool = False
             complete["trained_length"] = config.max_position_embeddings
         return complete
 
-    for field, key in OUTPUT_SETTINGS.items():
-        settings.append((key, getattr(before, field), getattr(after, field)))
+    for attribute, keys in OUTPUT_SETTINGS.items():
+        if getattr(before, attribute) != getattr(after, attribute):
+            for key in keys:
+                settings.append((key, getattr(before, key), getattr(after, key)))
     if same_method:  # another method has other options
         settings.append(("the options of pos_emb", options(before), options(after)))
     differences: dict[str, None] = {}
     for key, saved_value, value in settings:
         if saved_value != value:
-            differences[f"{key} {saved_value} in the checkpoint, {value} here"] = None
+            old, new = _as_written(saved_value), _as_written(value)
+            differences[f"{key} {old} in the checkpoint, {new} here"] = None
     return list(differences)
+
+
+def _as_written(value: object) -> object:
+    """The value of a key as in a YAML file, where a list of one entry may be the entry."""
+    if not isinstance(value, tuple):
+        return value
+    if len(value) == 1:
+        return value[0]
+    return list(value)
 
 
 def replaces_positional_method(saved: Config, config: Config) -> bool:

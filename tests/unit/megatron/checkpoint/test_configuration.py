@@ -133,6 +133,32 @@ def test_shapes_of_blocks_that_change_the_output():
 @pytest.mark.parametrize(
     ("before", "after", "expected"),
     [
+        ({}, {"sliding_window_width": 15}, ["sliding_window_width None|15"]),
+        (
+            {"sliding_window_width": 7},
+            {"sliding_window_width": [9, None]},
+            ["sliding_window_width 7|[9, None]"],
+        ),
+        ({"sliding_window_width": 7}, {"sliding_window_width": [7, 7]}, []),
+        ({}, {"bias_gelu_fusion": True}, ["bias_gelu_fusion False|True"]),
+        ({"activation": "relu"}, {}, ["activation relu|gelu"]),
+        ({}, {"layernorm_epsilon": 1e-6}, ["layernorm_epsilon 1e-05|1e-06"]),
+        ({}, {"rms_norm_epsilon": 1e-6}, []),
+        ({"norm": "rmsnorm"}, {}, ["norm rmsnorm|layernorm"]),
+    ],
+)
+def test_differences_name_keys_and_their_values(before, after, expected):
+    """Not values that the model derives from them, such as a window of one key more."""
+    saved, config = (
+        Config.from_flat(settings_of("none", "nowhere", **keys)) for keys in (before, after)
+    )
+    phrases = [f"{phrase.replace('|', ' in the checkpoint, ')} here" for phrase in expected]
+    assert model_differences(saved, config) == phrases
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "expected"),
+    [
         (("rotary", {}), ("rotary", {}), False),
         (("rotary", {}), ("rotary", {"scaling": "linear", "factor": 4}), False),
         (("rotary", {}), ("kerple_log", {}), True),
@@ -212,18 +238,12 @@ UNCOMPARED_KEYS = {
     *("output_layer_init_method", "seq_length", "max_position_embeddings"),
     *("attention_backend", "output_layer_parallelism", "release_bf16_distances"),
 }
-# Attribute in OUTPUT_SETTINGS -> its keys, if it has another name.
-KEYS_OF_ATTRIBUTE = {
-    "window": ("sliding_window_width",),
-    "norm_epsilon": ("layernorm_epsilon", "rms_norm_epsilon"),
-    "activation_function": ("activation", "bias_gelu_fusion"),
-}
 
 
 def test_every_key_that_changes_logits_is_compared():
     """A new key belongs into OUTPUT_SETTINGS, or above with its reason."""
     compared = set()
-    for attribute in OUTPUT_SETTINGS:
-        compared.update(KEYS_OF_ATTRIBUTE.get(attribute, (attribute,)))
+    for keys in OUTPUT_SETTINGS.values():
+        compared.update(keys)
     assert not compared & UNCOMPARED_KEYS
     assert set(ModelConfig.model_fields) == compared | UNCOMPARED_KEYS
