@@ -12,11 +12,13 @@ import torch
 from kerple.positional import method_class, registered_names
 from kerple.positional.registry import canonical_name
 from kerple.positional.rotary import SCALINGS
-from megatron.checkpoint.directory import iteration_of, read_state_file
+from megatron.checkpoint.directory import iteration_of, read_state_file, saved_by_this_project
 from megatron.checkpoint.storage import CheckpointError
 from megatron.config import Config
 from megatron.config.loader import build, entries_of
-from megatron.config.merging import Messages, merge
+from megatron.config.merging import Messages, contradictions, merge
+from megatron.config.schema import FIELDS, canonical_path
+from megatron.config.schema.base import WILDCARD, as_written
 from megatron.config.schema.model import ModelConfig
 from megatron.config.yaml_files import YamlEntry
 from megatron.config.yaml_files import read_file as read_yaml
@@ -54,20 +56,19 @@ IGNORED_KEYS = (
 # Sizes that must match if the configuration of an evaluation sets them.
 SIZES = ("num_layers", "hidden_size", "num_attention_heads", "seq_length")
 
-# What changes the model's output but not the sizes of its tensors: attribute of ModelConfig ->
-# configuration key.
-OUTPUT_SETTINGS = {
-    "num_attention_heads": "num_attention_heads",
-    "num_kv_heads": "num_kv_heads",
-    "head_size": "head_size",
-    "window": "sliding_window_width",
-    "norm": "norm",
-    "norm_epsilon": "layernorm_epsilon (or rms_norm_epsilon)",
-    "activation_function": "activation (with bias_gelu_fusion)",
-    "gpt_j_residual": "gpt_j_residual",
-    "no_weight_tying": "no_weight_tying",
+# What changes the model's output but not the sizes of its tensors: attribute of ModelConfig -> the
+# configuration keys that it follows from.
+OUTPUT_SETTINGS: dict[str, tuple[str, ...]] = {
+    "num_attention_heads": ("num_attention_heads",),
+    "num_kv_heads": ("num_kv_heads",),
+    "head_size": ("head_size",),
+    "window": ("sliding_window_width",),
+    "norm": ("norm",),
+    "norm_epsilon": ("layernorm_epsilon", "rms_norm_epsilon"),
+    "activation_function": ("activation", "bias_gelu_fusion"),
+    "gpt_j_residual": ("gpt_j_residual",),
+    "no_weight_tying": ("no_weight_tying",),
 }
-
 
 # The sections of the configuration that say how a model is trained, and their keys that do not:
 # where the data are, and how the work is done.
@@ -82,6 +83,22 @@ NOT_IN_RECIPE = {
 }
 
 
+# Keys of the model that change only its training, not what it computes.
+DROPOUTS = {"hidden_dropout", "attention_dropout"}
+ONLY_TRAINING = {*DROPOUTS, "init_method", "init_method_std", "output_layer_init_method"}
+# Keys of the recipe that `training_notice` leaves out: the model and the order of the samples are
+# compared themselves, and it adds those of the optimizer and the schedule with effective values.
+NOT_IN_NOTICE = {
+    "model": ModelConfig.model_fields.keys() - DROPOUTS,
+    "optimizer": {"betas", "eps", "momentum", "params"},
+    "schedule": {"train_iters", "lr_decay_iters", "lr_schedule"},
+    "data": {
+        *("split", "train_data_weights", "valid_data_weights", "test_data_weights"),
+        *("weight_by_num_documents", "weighted_sampler_alpha"),
+    },
+}
+
+
 class UnavailableMethod(CheckpointError):
     """A checkpoint has another positional method, which cannot be built here: this run does not
     name its module. The message is a phrase like those of `model_differences`.
@@ -90,13 +107,52 @@ class UnavailableMethod(CheckpointError):
 
 def checkpoint_config(step: Path, overrides: Mapping[str, Any] | None = None) -> Config:
     """The configuration in the checkpoint's configs/ folder, with `overrides` applied. Raises
-    CheckpointError.
+    CheckpointError if it is missing or cannot be used, and UserError if two of its files are those
+    of different models.
     """
     entries = _saved_entries(step)
     try:
-        return build(entries, entries_of(overrides or {}, "overrides"))
+        of_model, _ = _contradictions(entries)
+        if not of_model:
+            return build(entries, entries_of(overrides or {}, "overrides"))
     except UserError as error:
         raise CheckpointError(f"the checkpoint's configuration cannot be used: {error}") from error
+    raise UserError(
+        f"{step}: its configuration files contradict each other, so its model is unknown: "
+        f"{'; '.join(of_model)}. Keep only the files of the run that saved the checkpoint"
+    )
+
+
+def files_notice(step: Path) -> str | None:
+    """A line to print if files of a checkpoint's configuration contradict each other about its
+    training or tokenizer; None if they do not. Raises UserError if they cannot be read.
+    """
+    _, of_training = _contradictions(_saved_entries(step))
+    if not of_training:
+        return None
+    return (
+        f"notice: {step}: its configuration files contradict each other, and the last one counts: "
+        f"{'; '.join(of_training)}; keep only the files of the run that saved the checkpoint"
+    )
+
+
+def _contradictions(entries: Iterable[YamlEntry]) -> tuple[list[str], list[str]]:
+    """The keys to which files of a checkpoint give different values, one phrase each: those that
+    define the model, and those of its training and tokenizer; not others, such as paths.
+    """
+    of_model, of_training = [], []
+    for change in contradictions(entries):
+        # The field of the key, of its mapping (optimizer.params.*), or of the whole mapping.
+        path = canonical_path(change.key)
+        section, name = "", ""
+        for known in (path[:1], (*path[:-1], WILDCARD), path):
+            section, name = FIELDS.get(known, (section, name))
+        is_in_recipe = section in RECIPE and name not in NOT_IN_RECIPE.get(section, ())
+        if section == "model" and name not in ONLY_TRAINING:
+            of_model.append(change.as_contradiction())
+        elif is_in_recipe or name in ("seed", "tokenizer_type"):
+            of_training.append(change.as_contradiction())
+    return of_model, of_training
 
 
 def _saved_entries(step: Path) -> list[YamlEntry]:
@@ -203,6 +259,70 @@ def code_notice(step: Path, config: Config) -> str | None:
         f"notice: the file of pos_emb {config.model.pos_emb} has changed since {step} was trained, "
         "so the weights may not fit it; if that was not on purpose, restore the file"
     )
+
+
+def training_notice(step: Path, config: Config) -> str | None:
+    """A line to print if a run that resumes from a checkpoint trains the same model in another way:
+    the keys that differ, but not where the training ends. None if none differs, or the checkpoint
+    does not tell.
+    """
+    is_own = saved_by_this_project(step)
+    try:
+        saved, state = saved_config(step, config), read_state_file(step)
+    except CheckpointError:
+        return None
+    before, now = _training_keys(saved, complete=is_own), _training_keys(config, complete=True)
+
+    # Without lr_decay_iters, the decay follows train_iters, which may change.
+    decay = saved.schedule.lr_decay_iters or saved.schedule.train_iters
+    if decay and (saved.schedule.lr_decay_iters or config.schedule.lr_decay_iters):
+        before["lr_decay_iters"] = decay
+        now["lr_decay_iters"] = config.schedule.lr_decay_iters or config.schedule.train_iters
+
+    # What the state tells better than the configuration.
+    if is_own and "precision" in state:
+        before["precision"], now["precision"] = state["precision"], config.precision.dtype
+    schedule = state.get("training", {}).get("lr_schedule")
+    if schedule and config.schedule.lr_schedule:
+        before["lr_schedule"], now["lr_schedule"] = schedule, config.schedule.lr_schedule
+    phrases = []
+    for key, value in now.items():
+        if key in before and value != before[key]:
+            phrases.append(f"{key} {as_written(value)} here, {as_written(before[key])} there")
+    if not phrases:
+        return None
+    return (
+        f"notice: {step}: the run differs from the checkpoint's configuration: {'; '.join(phrases)}"
+    )
+
+
+def _training_keys(config: Config, *, complete: bool) -> dict[str, Any]:
+    """Configuration key -> value, of all keys that change how the same model is trained.
+
+    complete: with the defaults of keys that are not set. Other programs may have other defaults.
+    """
+    keys: dict[str, Any] = {}
+    for path, (section, name) in FIELDS.items():
+        values = getattr(config, section)
+        left_out = {*NOT_IN_RECIPE.get(section, ()), *NOT_IN_NOTICE.get(section, ())}
+        if section not in RECIPE or name in left_out:
+            continue
+        # A schedule of lengths that is off has no effect.
+        if section == "curriculum" and name != "enabled" and not config.curriculum.enabled:
+            continue
+        if complete or name in values.model_fields_set:
+            keys[".".join(path)] = getattr(values, name)
+
+    # adam and adamw are the same. The defaults of parameters depend on the optimizer; apex changes
+    # only how it is computed.
+    if keys.get("optimizer.type") == "adamw":
+        keys["optimizer.type"] = "adam"
+    optimizer = config.optimizer
+    for name, value in optimizer.all_params.items():
+        is_set = name in optimizer.model_fields_set or name in optimizer.params
+        if name != "apex" and (complete or is_set):
+            keys[f"optimizer.params.{name}"] = value
+    return keys
 
 
 def check_trained_tokenizer(
@@ -349,14 +469,18 @@ def model_differences(saved: Config, config: Config, *, evaluation: bool = False
             complete["trained_length"] = config.max_position_embeddings
         return complete
 
-    for field, key in OUTPUT_SETTINGS.items():
-        settings.append((key, getattr(before, field), getattr(after, field)))
+    # An attribute may differ, although not all of its keys do.
+    for attribute, keys in OUTPUT_SETTINGS.items():
+        if getattr(before, attribute) != getattr(after, attribute):
+            for key in keys:
+                settings.append((key, getattr(before, key), getattr(after, key)))
     if same_method:  # another method has other options
         settings.append(("the options of pos_emb", options(before), options(after)))
     differences: dict[str, None] = {}
     for key, saved_value, value in settings:
         if saved_value != value:
-            differences[f"{key} {saved_value} in the checkpoint, {value} here"] = None
+            old, new = as_written(saved_value), as_written(value)
+            differences[f"{key} {old} in the checkpoint, {new} here"] = None
     return list(differences)
 
 

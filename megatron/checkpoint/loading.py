@@ -7,10 +7,12 @@ from megatron.checkpoint.configuration import (
     UnavailableMethod,
     code_notice,
     earlier_recipes,
+    files_notice,
     model_differences,
     replaces_positional_method,
     saved_config,
     saved_training,
+    training_notice,
 )
 from megatron.checkpoint.directory import (
     MANIFEST,
@@ -152,7 +154,8 @@ def checkpoint_vocab_size(
 
 def check_model(step: Path, config: Config, vocab_size: int, report: Report) -> None:
     """Compare the checkpoint's sizes and model settings with the configuration before a model is
-    built. Raises CheckpointError if it is of another model.
+    built. Raises CheckpointError if it is of another model, and UserError if the files of its
+    configuration are of different models.
     """
     settings = config.checkpoint
     new_method = _new_positional_method(step, config)
@@ -167,6 +170,8 @@ def check_model(step: Path, config: Config, vocab_size: int, report: Report) -> 
     except CheckpointError as error:
         report(f"{error}; only its sizes are compared with the configured model")
         return
+    if saved is not None and (notice := files_notice(step)):
+        report(notice)
     rounding = config.model.release_bf16_distances
     if saved is not None and saved.model.release_bf16_distances != rounding:
         report(
@@ -287,6 +292,9 @@ def load_checkpoint(
     else:
         state = _resume(engine, config, step, report)
         report(f"loaded {step}: iteration {state.iteration}, {state.consumed_samples} samples read")
+        trains = state.iteration < config.schedule.last_iteration
+        if trains and (notice := training_notice(step, config)):
+            report(notice)
     state.earlier_recipes = earlier_recipes(step, config, engine.global_batch)
     return state
 

@@ -17,7 +17,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from megatron.checkpoint.configuration import checkpoint_config, code_notice
+from megatron.checkpoint.configuration import checkpoint_config, code_notice, files_notice
 from megatron.checkpoint.directory import MANIFEST, STEP, find_step, iteration_of
 from megatron.checkpoint.inspection import describe
 from megatron.checkpoint.manifest import find_damage, write_manifest_of_folder
@@ -86,8 +86,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         description = {**describe(step), "configuration": str(error)}
     else:
         description = describe(step, config.model)
-        if notice := code_notice(step, config):
-            print(notice, file=sys.stderr)
+        for notice in (code_notice(step, config), files_notice(step)):
+            if notice:
+                print(notice, file=sys.stderr)
     text = json.dumps(description, indent=2) if options.json else readable(description)
     print(text)
     return int(description["manifest"] not in ("whole", "none"))

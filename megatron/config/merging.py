@@ -7,6 +7,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from kerple.positional.registry import canonical_name
@@ -57,6 +58,19 @@ def merge(
     return keys
 
 
+def contradictions(entries: Iterable[YamlEntry]) -> list["Change"]:
+    """The keys to which files give different values, with aliases and mappings as in `merge`.
+    Raises UserError if a value cannot be that of a key.
+    """
+    keys: MergedKeys = {}
+    differing = []
+    for _, of_file in itertools.groupby(entries, key=lambda entry: entry.source):
+        for change in _add_layer(keys, _file_layer(of_file, Messages())):
+            if not change.reason and change.old != change.new:
+                differing.append(change)
+    return differing
+
+
 def _file_layer(entries: Iterable[YamlEntry], messages: Messages) -> MergedKeys:
     """The entries of one file. Aliases inside mappings become the keys that they stand for."""
     layer: MergedKeys = {}
@@ -82,13 +96,13 @@ def _file_layer(entries: Iterable[YamlEntry], messages: Messages) -> MergedKeys:
 
 def _override_layer(
     overrides: Iterable[YamlEntry], keys: MergedKeys
-) -> tuple[MergedKeys, list["_Change"]]:
+) -> tuple[MergedKeys, list["Change"]]:
     """The entries of overrides, whose keys may have dots; a later one wins. null also resets the
     value in `keys`, those of the files. Returns also what this drops from the files, and which
     overrides replace others.
     """
     layer: MergedKeys = {}
-    changes: list[_Change] = []
+    changes: list[Change] = []
     for entry in overrides:
         _check_values(entry)
         path = canonical_path(entry.key)
@@ -112,7 +126,7 @@ def _override_layer(
     return layer, changes
 
 
-def _dropped(changes: Iterable["_Change"]) -> list["_Change"]:
+def _dropped(changes: Iterable["Change"]) -> list["Change"]:
     return [change for change in changes if change.reason]
 
 
@@ -129,8 +143,10 @@ def _check_parents(keys: MergedKeys, path: KeyPath, key: str) -> None:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Change:
-    """A value of earlier layers that the layer of `entry` replaces or, for a `reason`, drops."""
+class Change:
+    """A value of earlier layers that the layer of `entry` replaces or, for a `reason`, drops. `key`
+    and `old_key` are as they were written, with dots.
+    """
 
     key: str
     old: Any
@@ -143,6 +159,12 @@ class _Change:
     def as_problem(self) -> str:
         return _duplicate(self.entry.place, self.key, self.old_place, self.old_key)
 
+    def as_contradiction(self) -> str:
+        """The key with both values, and the names of their files."""
+        old, new = shortened(repr(self.old)), shortened(repr(self.new))
+        old_file, new_file = Path(self.old_place).name, Path(self.entry.place).name
+        return f'"{self.key}" is {old} in {old_file}, {new} in {new_file}'
+
     def __str__(self) -> str:
         key, new = f'"{self.key}"', self.reason or f"now {shortened(repr(self.new))}"
         if self.entry.line is not None:
@@ -154,9 +176,9 @@ def _duplicate(place: str, key: str, first_place: str, first_key: str) -> str:
     return f'{place}: "{key}" is already set, as "{first_key}" at {first_place}; remove one of them'
 
 
-def _add_layer(keys: MergedKeys, layer: MergedKeys) -> list[_Change]:
+def _add_layer(keys: MergedKeys, layer: MergedKeys) -> list[Change]:
     """Merge a layer into `keys`. Returns what it changes."""
-    changes: list[_Change] = []
+    changes: list[Change] = []
 
     # Options belong to one positional method, as parameters do to one optimizer.
     if "pos_emb" in keys and "pos_emb" in layer and "pos_emb_options" in keys:
@@ -173,7 +195,7 @@ def _add_layer(keys: MergedKeys, layer: MergedKeys) -> list[_Change]:
         else:
             first = keys[name]
             changes.append(
-                _Change(entry.key, first.value, first.key, first.place, entry.value, entry)
+                Change(entry.key, first.value, first.key, first.place, entry.value, entry)
             )
             _drop_aliases(keys, (name,), "", entry, changes)
             keys[name] = entry
@@ -186,7 +208,7 @@ def _merge_mapping(
     values: dict[str, Any],
     added: dict[str, Any],
     entry: YamlEntry,
-    changes: list[_Change],
+    changes: list[Change],
 ) -> None:
     """Merge the mapping `added` of `entry` into `values`, which is at `path` of `keys`."""
     # Parameters of another optimizer or schedule. The rest of --set may contain its type.
@@ -209,9 +231,7 @@ def _merge_mapping(
         if name in values:
             key = ".".join((entry.key, *inside[1:]))
             old_key = ".".join((first.key, *inside[1:]))
-            changes.append(
-                _Change(key, values[name], old_key, first.place_of(inside), value, entry)
-            )
+            changes.append(Change(key, values[name], old_key, first.place_of(inside), value, entry))
             _drop_aliases(keys, inside, "", entry, changes)
         values[name] = value
         places = {**first.places, inside: entry.place_of(inside)}
@@ -219,7 +239,7 @@ def _merge_mapping(
 
 
 def _drop(
-    keys: MergedKeys, path: KeyPath, reason: str, entry: YamlEntry, changes: list[_Change]
+    keys: MergedKeys, path: KeyPath, reason: str, entry: YamlEntry, changes: list[Change]
 ) -> None:
     """Remove a mapping from `keys`, because `entry` does not belong to it. Each of its parameters
     is a change.
@@ -236,7 +256,7 @@ def _drop(
         for name, value in dropped.items():
             inside = (*path, name)
             key = ".".join((first.key, *inside[1:]))
-            changes.append(_Change(key, value, key, first.place_of(inside), None, entry, reason))
+            changes.append(Change(key, value, key, first.place_of(inside), None, entry, reason))
 
     # Without it, there are no places of its parameters either.
     if len(path) == 1:
@@ -252,7 +272,7 @@ def _drop(
 
 
 def _drop_aliases(
-    keys: MergedKeys, path: KeyPath, reason: str, entry: YamlEntry, changes: list[_Change]
+    keys: MergedKeys, path: KeyPath, reason: str, entry: YamlEntry, changes: list[Change]
 ) -> None:
     """Remove the keys that `_pop_nested_aliases` has moved out of the mapping at `path`."""
     for alias, (name, *_) in ALIASES.items():
@@ -260,7 +280,7 @@ def _drop_aliases(
         if is_inside and name in keys and keys[name].key == ".".join(alias):
             first = keys.pop(name)
             changes.append(
-                _Change(first.key, first.value, first.key, first.place, None, entry, reason)
+                Change(first.key, first.value, first.key, first.place, None, entry, reason)
             )
 
 

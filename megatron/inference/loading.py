@@ -8,7 +8,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatron.checkpoint.configuration import checkpoint_config, code_notice, saved_training
+from megatron.checkpoint.configuration import (
+    checkpoint_config,
+    code_notice,
+    files_notice,
+    saved_training,
+)
 from megatron.checkpoint.directory import looks_like_checkpoint
 from megatron.checkpoint.layers import (
     check_sizes,
@@ -32,7 +37,8 @@ def load_model(
     overrides: Mapping[str, Any] | None = None,
 ) -> tuple[GPT, Config]:
     """Load a checkpoint's model, in evaluation mode, and its configuration. Prints a line to
-    standard error if the file of an external positional method has changed since it was trained.
+    standard error if the file of an external positional method has changed since it was trained, or
+    files of the configuration contradict each other about the training.
 
     The model maps int64 tokens [batch, seq] to logits [batch, seq, padded vocabulary]. It is
     trainable.
@@ -49,7 +55,8 @@ def load_model(
 
     Raises:
         UserError: (CheckpointError) if the checkpoint is missing or damaged, or its weights do not
-            have the sizes in its configuration.
+            have the sizes in its configuration; if files of its configuration contradict each other
+            about the model.
     """
     if not looks_like_checkpoint(directory):
         from megatron.convert.hub import local_checkpoint  # imports all converters
@@ -58,8 +65,9 @@ def load_model(
         directory = local_checkpoint(directory, pos_emb_module=keys.get("pos_emb_module"))
     step = find_valid_step(directory, iteration)
     config = checkpoint_config(step, overrides)
-    if notice := code_notice(step, config):
-        print(notice, file=sys.stderr, flush=True)
+    for notice in (code_notice(step, config), files_notice(step)):
+        if notice:
+            print(notice, file=sys.stderr, flush=True)
     states = open_layers(step)
     settings = ModelSettings(config.model, embedding_rows(states, step))
     check_sizes(step, settings, states)

@@ -64,11 +64,18 @@ class OwnText(DocumentCorpus):
         with Progress("reading", self.files.total_bytes, unit="MB") as display:
             size = 0
             for text in read_texts(self.files.chunks(), self._options, rejected):
-                texts.append(text.encode())
-                size += len(texts[-1])
+                content = text.encode()
+                size += len(content)
+                if content.strip():
+                    texts.append(content)
+                else:
+                    self.skipped_empty += 1
                 display.update(self.files.bytes_read, readable_size(size), size / 1e6)
+        self.skipped_bad = rejected.bad
         for line in rejected.lines():
             print(line)
+        if self.skipped_empty:
+            print(f"documents without text: {self.skipped_empty:,}, left out")
         used_size = min(size, self._limit)
         documents = _pieces(texts, max(MIN_DOCUMENT_BYTES, int(used_size * LARGEST_SHARE)))
         if not documents:
@@ -94,13 +101,10 @@ class OwnText(DocumentCorpus):
 
 
 def _pieces(texts: Sequence[bytes], limit: int) -> list[bytes]:
-    """Texts of more than `limit` bytes in pieces; texts of white space are left out."""
+    """Texts of more than `limit` bytes in pieces."""
     documents: list[bytes] = []
-    empty = divided = pieces = 0
+    divided = pieces = 0
     for text in texts:
-        if not text.strip():
-            empty += 1
-            continue
         if len(text) <= limit:
             documents.append(text)
             continue
@@ -108,8 +112,6 @@ def _pieces(texts: Sequence[bytes], limit: int) -> list[bytes]:
         divided += 1
         pieces += len(parts)
         documents += parts
-    if empty:
-        print(f"documents without text: {empty:,}, left out")
     if divided:
         print(
             f"documents of more than {limit:,} bytes: {divided:,}, divided into {pieces:,} pieces"

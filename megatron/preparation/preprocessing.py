@@ -348,7 +348,7 @@ class _Job:
                 print(visible(note), file=sys.stderr, flush=True)
                 with Progress(Path(self.name).name, source.total_bytes, unit="MB") as display:
                     self._write_documents(source, writers, display)
-                self._finalize(writers)
+                self._finalize(writers, source)
             except (Exception, KeyboardInterrupt) as error:
                 if not self.journal.exists:
                     raise
@@ -440,7 +440,7 @@ class _Job:
         self.state = copy.deepcopy(current)
         self.journal.save(self.state)
 
-    def _finalize(self, writers: list[IndexedWriter]) -> None:
+    def _finalize(self, writers: list[IndexedWriter], source: ChunkSource) -> None:
         """Verify all outputs and record their manifests in the journal."""
         manifests = []
         for key, writer, output in zip(self.options.keys, writers, self.state.outputs, strict=True):
@@ -454,8 +454,8 @@ class _Job:
                 ftfy=self.options.ftfy,
                 key=key,
                 inputs=self.inputs,
-                skipped_empty=output.empty,
-                skipped_bad=self.state.rejected.bad,
+                skipped_empty=output.empty + source.skipped_empty,
+                skipped_bad=self.state.rejected.bad + source.skipped_bad,
                 skipped_other=sum(self.state.rejected.other_subsets.values()),
             )
             manifests.append(manifest)

@@ -101,11 +101,15 @@ class ChunkSource(ABC):
         total_bytes: size of the input, None if unknown.
         bytes_read: input bytes that `chunks` has read so far.
         position: after the last chunk that `chunks` returned.
+        skipped_empty, skipped_bad: documents that the corpus itself leaves out, because they have
+            no text or are unreadable; complete once all chunks are read.
     """
 
     total_bytes: int | None = None
     bytes_read = 0
     position = START
+    skipped_empty = 0
+    skipped_bad = 0
 
     @abstractmethod
     def chunks(self, start: ReadPosition = START) -> Iterator[TextChunk]:

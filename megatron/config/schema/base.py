@@ -99,6 +99,15 @@ def integral(value: Any) -> Any:
     return value
 
 
+def as_written(value: Any) -> Any:
+    """The value of a field as in a YAML file, where a list of one entry may be the entry."""
+    if not isinstance(value, tuple):
+        return value
+    if len(value) == 1:
+        return value[0]
+    return list(value)
+
+
 def _number_as_list(value: Any) -> Any:
     """A single value is accepted instead of a list."""
     if isinstance(value, int | float):

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from functools import partial
 
 import pytest
@@ -12,16 +13,22 @@ from megatron.checkpoint.configuration import (
     check_trained_data,
     check_trained_tokenizer,
     checkpoint_config,
+    files_notice,
     model_differences,
     replaces_positional_method,
+    training_notice,
     training_recipe,
 )
 from megatron.checkpoint.directory import STATE_FILE
 from megatron.checkpoint.manifest import find_damage, read_manifest, write_manifest_of_folder
-from megatron.config import Config
+from megatron.checkpoint.storage import CheckpointError
+from megatron.config import Config, UserError
+from megatron.config.schema import FIELDS
 from megatron.config.schema.model import ModelConfig
+from megatron.config.schema.optimizer import PrecisionConfig
+from megatron.config.schema.training import CurriculumConfig
 from megatron.tokenizer.tokenizer import CharLevelTokenizer
-from tests.support.checkpoints import settings_of, write_checkpoint
+from tests.support.checkpoints import settings_of, write_checkpoint, write_yaml
 from tests.support.errors import assert_rejected
 
 
@@ -68,6 +75,78 @@ def test_parts_of_a_mapping_in_several_files_and_in_overrides(tmp_path):
     options = {"pos_emb_options": {"scaling": "linear", "factor": 2}}
     expected = {"fraction": 0.5, "base": 700, **options["pos_emb_options"]}
     assert checkpoint_config(step, options).model.pos_emb_options == expected
+
+
+@pytest.fixture
+def two_files(tmp_path):
+    """A function that writes a checkpoint with two configuration files; returns its folder."""
+
+    def write(first, second):
+        write_checkpoint(tmp_path, "kerple_log", "nowhere", **first)
+        step = tmp_path / "global_step4"
+        write_yaml(step / "configs" / "zz.yml", second)
+        return step
+
+    return write
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "values"),
+    [
+        ({}, {"pos-emb": "alibi"}, "'kerple_log' alibi"),
+        ({}, {"seq_length": 64}, "32 64"),
+        ({"norm": "rmsnorm"}, {"norm": "layernorm"}, "rmsnorm layernorm"),
+        ({"bias_gelu_fusion": True}, {"bias-gelu-fusion": False}, "True False"),
+        ({"num_kv_heads": 2}, {"num-kv-heads": None}, "2 None"),
+        (
+            {"pos_emb_options": {"parameters": "shared"}},
+            {"pos-emb-options": {"parameters": "per-layer"}},
+            "parameters shared per-layer",
+        ),
+    ],
+)
+def test_configuration_files_of_different_models(first, second, values, two_files):
+    """Which of them saved the weights is unknown."""
+    step = two_files(first, second)
+    (key,) = second
+    with pytest.raises(UserError, match=rf'global_step4: .*"{key}.*Keep only the files') as caught:
+        checkpoint_config(step)
+    for text in (*values.split(), "config.yml:1", "zz.yml:1"):
+        assert text in str(caught.value)
+
+    # Not an error that is ignored, as a missing configuration is.
+    assert not isinstance(caught.value, CheckpointError)
+    (step / "configs" / "zz.yml").unlink()
+    checkpoint_config(step)
+
+
+def test_configuration_files_that_agree_about_the_model(two_files):
+    """Files for several machines may repeat keys."""
+    betas = {"type": "Adam", "params": {"lr": 0.001, "betas": [0.9, 0.95]}}
+    same = {"num-layers": 2.0, "pos_emb": "kerple_log", "optimizer": betas}
+    places = {"data-path": "here", "save": "here", "log-interval": 3, "num-workers": 1}
+    step = two_files({"log_interval": 5, "save": "there"}, {**same, **places, "init_method_std": 1})
+    assert checkpoint_config(step).model.num_layers == 2
+    assert files_notice(step) is None
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "key", "values"),
+    [
+        ({}, {"optimizer": {"params": {"lr": 0.5}}}, "optimizer.params.lr", "0.001 0.5"),
+        ({}, {"tokenizer-type": "HFTokenizer"}, "tokenizer-type", "CharLevelTokenizer HFTokenizer"),
+        ({"eod_mask_loss": True}, {"eod-mask-loss": False}, "eod-mask-loss", "True False"),
+        ({"hidden_dropout": 0.1}, {"hidden_dropout": 0.2}, "hidden_dropout", "0.1 0.2"),
+        ({}, {"seed": 5}, "seed", "77 5"),
+    ],
+)
+def test_configuration_files_of_different_trainings(first, second, key, values, two_files):
+    step = two_files(first, second)
+    assert checkpoint_config(step).model.pos_emb == "kerple_log"
+    notice = files_notice(step)
+    assert notice.startswith(f"notice: {step}: ")
+    for text in (f'"{key}"', *values.split(), "config.yml:1", "zz.yml:1"):
+        assert text in notice
 
 
 def test_hidden_files_are_no_part_of_a_checkpoint(tmp_path):
@@ -128,6 +207,32 @@ def test_shapes_of_blocks_that_change_the_output():
     ):
         (difference,) = model_differences(saved, saved.updated(**keys))
         assert difference.startswith(name)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "expected"),
+    [
+        ({}, {"sliding_window_width": 15}, ["sliding_window_width None|15"]),
+        (
+            {"sliding_window_width": 7},
+            {"sliding_window_width": [9, None]},
+            ["sliding_window_width 7|[9, None]"],
+        ),
+        ({"sliding_window_width": 7}, {"sliding_window_width": [7, 7]}, []),
+        ({}, {"bias_gelu_fusion": True}, ["bias_gelu_fusion False|True"]),
+        ({"activation": "relu"}, {}, ["activation relu|gelu"]),
+        ({}, {"layernorm_epsilon": 1e-6}, ["layernorm_epsilon 1e-05|1e-06"]),
+        ({}, {"rms_norm_epsilon": 1e-6}, []),
+        ({"norm": "rmsnorm"}, {}, ["norm rmsnorm|layernorm"]),
+    ],
+)
+def test_differences_name_keys_and_their_values(before, after, expected):
+    """Not values that the model derives from them, such as a window of one key more."""
+    saved, config = (
+        Config.from_flat(settings_of("none", "nowhere", **keys)) for keys in (before, after)
+    )
+    phrases = [f"{phrase.replace('|', ' in the checkpoint, ')} here" for phrase in expected]
+    assert model_differences(saved, config) == phrases
 
 
 @pytest.mark.parametrize(
@@ -198,6 +303,157 @@ def test_the_recipe_of_a_training(tmp_path):
     assert len(recipes | {first}) == len(others) + 1
 
 
+@pytest.fixture
+def notice_of(tmp_path):
+    """A function: what `training_notice` says about a checkpoint's keys and those of a run."""
+
+    def notice(before, after, state=None, is_own=True):
+        write_checkpoint(tmp_path, "none", "nowhere", **before)
+        step = tmp_path / "global_step4"
+        training = {"training": {"lr_schedule": "neox"}, "precision": "fp32"} if is_own else {}
+        torch.save({**training, **(state or {})}, step / STATE_FILE)
+        line = training_notice(step, Config.from_flat(settings_of("none", "elsewhere", **after)))
+        shutil.rmtree(step)
+        return line and line.partition("configuration: ")[2]
+
+    return notice
+
+
+ADAM = {"type": "Adam", "params": {"lr": 0.001}}
+CURRICULUM = {
+    "enabled": True,
+    "min_difficulty": 8,
+    "max_difficulty": 32,
+    "schedule_config": {"total_curriculum_step": 3, "difficulty_step": 8},
+}
+# A value of every key that changes how the same model is trained, other than the one in
+# `settings_of`, and what the notice says about it.
+TRAINING_KEYS = {
+    "hidden_dropout": (0.1, "0.1 here, 0.0 there"),
+    "attention_dropout": (0.1, "0.1 here, 0.0 there"),
+    "optimizer.type": ("SGD", "sgd here, adam there"),
+    "use_bnb_optimizer": (True, "True here, False there"),
+    "optimizer.params.lr": (0.5, "0.5 here, 0.001 there"),
+    "optimizer.params.betas": ([0.8, 0.9], "[0.8, 0.9] here, [0.9, 0.999] there"),
+    "optimizer.params.eps": (1e-6, "1e-06 here, 1e-08 there"),
+    "optimizer.params.adam_w_mode": (False, "False here, True there"),
+    "weight_decay": (0.2, "0.2 here, 0.1 there"),
+    "positional_lr_factor": (2.0, "2.0 here, 1.0 there"),
+    "gradient_clipping": (0.5, "0.5 here, 1.0 there"),
+    "lr_decay_iters": (3, "3 here, 4 there"),
+    "lr_decay_style": ("cosine", "cosine here, linear there"),
+    "lr_schedule": ("neox-2022", "neox-2022 here, neox there"),
+    "min_lr": (1e-5, "1e-05 here, 0.0 there"),
+    "decay_lr_to": (0.1, "0.1 here, None there"),
+    "warmup": (0.1, "0.1 here, 0.01 there"),
+    "warmup_iters": (1, "1 here, None there"),
+    "curriculum_learning.enabled": (True, "True here, False there"),
+    "precision": ("bfloat16", "bf16 here, fp32 there"),
+    "eod_mask_loss": (True, "True here, False there"),
+    "reset_attention_mask": (True, "True here, False there"),
+}
+
+
+@pytest.mark.parametrize("key", TRAINING_KEYS)
+def test_a_key_that_changes_the_training_is_named(key, notice_of):
+    value, phrase = TRAINING_KEYS[key]
+    changes = {key: value}
+    if key == "curriculum_learning.enabled":
+        changes = {"curriculum_learning": CURRICULUM}
+    config = Config.from_flat(settings_of("none", "nowhere")).updated(**changes)
+    keys = {name: config.to_flat()[name] for name in {part.split(".")[0] for part in changes}}
+    assert notice_of({}, keys) == f"{key} {phrase}"
+    states = {
+        "precision": {"precision": "bf16"},
+        "lr_schedule": {"training": {"lr_schedule": "neox-2022"}},
+    }
+    assert notice_of(keys, keys, states.get(key)) is None
+
+
+def test_several_keys_of_a_training(notice_of):
+    """Parameters are compared with the defaults of their optimizer, as far as both have them."""
+    muon = {"type": "Muon", "params": {"lr": 0.001, "momentum": 0.8}}
+    nesterov = {"type": "Muon", "params": {"lr": 0.001, "nesterov": False}}
+    assert notice_of({"optimizer": muon}, {"optimizer": nesterov}) == (
+        "optimizer.params.momentum 0.95 here, 0.8 there; "
+        "optimizer.params.nesterov False here, True there"
+    )
+    longer = {**CURRICULUM, "min_difficulty": 16}
+    assert notice_of({"curriculum_learning": CURRICULUM}, {"curriculum_learning": longer}) == (
+        "curriculum_learning.min_difficulty 16 here, 8 there"
+    )
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        # Defaults, and other spellings of the same.
+        ({}, {"optimizer": {"type": "adamw", "params": {"lr": 1e-3, "betas": [0.9, 0.999]}}}),
+        (
+            {"weight_decay": 0},
+            {"optimizer": {**ADAM, "params": {"lr": 0.001, "weight_decay": 0.0}}},
+        ),
+        ({"lr_decay_iters": None}, {"lr_decay_iters": None, "train_iters": 9}),
+        ({"lr_decay_iters": None}, {"lr_decay_iters": 4, "train_iters": 9}),
+        ({"lr_schedule": "neox"}, {}),
+        ({}, {"curriculum_learning": {**CURRICULUM, "enabled": False}}),
+        # What is reported otherwise, and what does not change the training.
+        ({}, {"seed": 3, "split": "1,1,1", "train_batch_size": 16, "train_iters": 5}),
+        ({}, {"save": "here", "log_interval": 3, "eval_interval": 3, "num_workers": 1}),
+        ({}, {"attention_backend": "sdpa", "zero_optimization": {"stage": 1}}),
+        ({}, {"checkpoint_activations": True, "init_method_std": 1.0}),
+    ],
+)
+def test_the_same_training_has_no_notice(before, after, notice_of):
+    assert notice_of(before, after) is None
+
+
+def test_the_training_of_another_program(notice_of):
+    """Its defaults are unknown, such as those of the code of an earlier GPT-NeoX."""
+    keys = {"weight_decay": 0.3, "warmup": 0.2, "lr_schedule": "neox", "precision": "bfloat16"}
+    assert notice_of({}, keys, is_own=False) is None
+    assert notice_of({"weight_decay": 0.2}, keys, is_own=False) == (
+        "weight_decay 0.3 here, 0.2 there"
+    )
+
+
+# Keys that need no notice, because they
+UNNOTICED_KEYS = {
+    "optimizer": {
+        "params",
+        "momentum",
+        "zero_stage",
+        "zero",
+    },  # others of a mapping; of SGD; layout
+    # are normal to raise,
+    "schedule": {"train_iters"},
+    # belong to a schedule that is on, as above,
+    "curriculum": CurriculumConfig.model_fields.keys() - {"enabled"},
+    # are compared by their effect, the data type,
+    "precision": PrecisionConfig.model_fields.keys() - {"precision"},
+    # or by the fingerprints of the data and the order of the samples, or are of evaluations.
+    "data": {
+        *("data_path", "train_data_paths", "valid_data_paths", "test_data_paths", "data_impl"),
+        *("train_data_weights", "valid_data_weights", "test_data_weights", "num_workers", "split"),
+        *("weight_by_num_documents", "weighted_sampler_alpha", "data_cache_path"),
+    },
+}
+# Sections for layout, paths, logs and evaluation; the seed is part of the order of the samples.
+UNNOTICED_SECTIONS = {
+    *("parallel", "batch", "tokenizer", "checkpoint", "training", "logging", "evaluation"),
+    *("generation", "launcher"),
+}
+
+
+def test_every_key_of_a_training_is_compared():
+    """A new key belongs into TRAINING_KEYS, or above with its reason."""
+    for path, (section, name) in FIELDS.items():
+        is_model = section == "model" and name not in ("hidden_dropout", "attention_dropout")
+        left_out = is_model or section in UNNOTICED_SECTIONS
+        left_out = left_out or name in UNNOTICED_KEYS.get(section, ())
+        assert left_out != (".".join(path) in TRAINING_KEYS), path
+
+
 # Keys of the model that need no row in OUTPUT_SETTINGS, because they change
 UNCOMPARED_KEYS = {
     # the sizes of tensors, which are compared when weights are loaded,
@@ -212,18 +468,12 @@ UNCOMPARED_KEYS = {
     *("output_layer_init_method", "seq_length", "max_position_embeddings"),
     *("attention_backend", "output_layer_parallelism", "release_bf16_distances"),
 }
-# Attribute in OUTPUT_SETTINGS -> its keys, if it has another name.
-KEYS_OF_ATTRIBUTE = {
-    "window": ("sliding_window_width",),
-    "norm_epsilon": ("layernorm_epsilon", "rms_norm_epsilon"),
-    "activation_function": ("activation", "bias_gelu_fusion"),
-}
 
 
 def test_every_key_that_changes_logits_is_compared():
     """A new key belongs into OUTPUT_SETTINGS, or above with its reason."""
     compared = set()
-    for attribute in OUTPUT_SETTINGS:
-        compared.update(KEYS_OF_ATTRIBUTE.get(attribute, (attribute,)))
+    for keys in OUTPUT_SETTINGS.values():
+        compared.update(keys)
     assert not compared & UNCOMPARED_KEYS
     assert set(ModelConfig.model_fields) == compared | UNCOMPARED_KEYS

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import re
 import shutil
 
 import pytest
@@ -11,7 +12,7 @@ from megatron.checkpoint import loading
 from megatron.checkpoint.loading import checkpoint_vocab_size
 from megatron.checkpoint.manifest import write_manifest_of_folder
 from megatron.checkpoint.storage import CheckpointError, load_file
-from megatron.config import Config
+from megatron.config import Config, UserError
 from megatron.tokenizer.tokenizer import padded_vocab_size
 from tests.support.checkpoints import Exploit, settings_of, write_checkpoint
 from tests.support.runs import unwrapped
@@ -93,6 +94,23 @@ def test_a_checkpoint_without_a_configuration_is_compared_by_size_only(step, res
     )
 
 
+@pytest.mark.parametrize("finetune", [False, True])
+def test_a_checkpoint_with_configurations_of_two_models(finetune, step, resume, tmp_path, capsys):
+    more = step / "configs" / "zz.yml"
+    more.write_text('{"weight-decay": 0.7, "pos_emb": "kerple_log"}')
+    write_manifest_of_folder(step, 2)
+    keys = {"finetune": finetune, "save": str(tmp_path / "other")}
+    resume(**keys)
+    notice = r'notice: .*"weight-decay" is 0\.0 in config\.yml:\d+, 0\.7 in zz\.yml:1;'
+    assert re.search(notice, unwrapped(capsys.readouterr().out))
+    more.write_text('{"pos-emb": "none"}')
+    write_manifest_of_folder(step, 2)
+    shutil.rmtree(tmp_path / "other")
+    with pytest.raises(UserError, match=r'"pos-emb" is .*kerple_log.*none.*Keep only the files'):
+        resume(**keys)
+    assert not list((tmp_path / "other").glob("global_step*"))
+
+
 def test_another_model_of_the_same_sizes(step, resume):
     with pytest.raises(CheckpointError, match="gpt_j_residual"):
         resume(gpt_j_residual=True)
@@ -137,6 +155,29 @@ def test_the_state_of_another_optimizer(step, resume, capsys):
             resume(**keys)
     assert resume(**lion, no_load_optim=True).iteration == 3
     assert "optimizer state not loaded: no-load-optim" in unwrapped(capsys.readouterr().out)
+
+
+def test_a_training_that_changes_is_reported(step, resume, tmp_path, capsys):
+    """One line names every key. The same training, and a new one from the weights, print none."""
+    text = "the run differs from the checkpoint's configuration"
+    keys = {
+        "eod_mask_loss": True,
+        "attention_dropout": 0.1,
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.005, "betas": [0.9, 0.95]}},
+        "seed": 3,
+        "log_interval": 2,
+    }
+    resume(train_iters=3)
+    resume(train_iters=4)
+    resume(**keys, train_iters=1, finetune=True, save=None)
+    assert text not in unwrapped(capsys.readouterr().out)
+    resume(**keys, train_iters=5)
+    (line,) = [line for line in unwrapped(capsys.readouterr().out).splitlines() if text in line]
+    folder = step.parent / "global_step4"
+    assert line == (
+        f"notice: {folder}: {text}: attention_dropout 0.1 here, 0.0 there; eod_mask_loss True "
+        "here, False there; optimizer.params.betas [0.9, 0.95] here, [0.9, 0.999] there"
+    )
 
 
 def test_the_directory_without_checkpoint(resume, tmp_path, capsys):

@@ -94,6 +94,20 @@ def test_prepare(folder, tmp_path, capsys):
     assert capsys.readouterr().out == f"{prefix}: up to date\n"
 
 
+def test_the_manifest_counts_skipped_documents(tmp_path):
+    """Also those that are left out before anything is tokenized."""
+    lines = ['{"text": "a note"}', *['{"text": " \\n"}'] * 4, "no JSON", '{"no text": 1}']
+    (tmp_path / "notes.jsonl").write_text("\n".join(lines))
+    source = str(tmp_path / "notes.jsonl")
+    for keys in ({}, {"tokenizer_type": "CharLevelTokenizer"}):
+        options = PrepareOptions(
+            "mytext", tmp_path / "data", sources=(source,), skip_bad=True, rebuild=True, **keys
+        )
+        manifest = open_indexed_files(prepare(options)).manifest
+        assert manifest.documents == 1
+        assert (manifest.skipped_empty, manifest.skipped_bad) == (4, 2)
+
+
 def test_the_size_of_the_tokenizer_is_that_of_the_text(tmp_path, monkeypatch):
     """Compressed or not, and without the overhead of JSON."""
     text = "".join(f"{number * 7919 % 104729} words\n" for number in range(900))
