@@ -57,6 +57,7 @@ CONTENTS = {
     ],
     "Results": [
         "docs/results/README",
+        "docs/results/bytes",
         "docs/results/long-context",
         "docs/results/retrofit",
         "docs/results/replication",
