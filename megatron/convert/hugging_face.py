@@ -18,13 +18,14 @@ from torch import Tensor
 
 from kerple.attention import FULL_MODE, Mode, parse_mode
 from kerple.positional.wrappers import Randomized
-from megatron.checkpoint.configuration import check_trained_tokenizer
+from megatron.checkpoint.configuration import changed_code_notice, check_trained_tokenizer
 from megatron.checkpoint.layers import load_layers
 from megatron.checkpoint.storage import CheckpointError, read_json, write_json
 from megatron.config import Config
 from megatron.convert.card import model_card
 from megatron.convert.hugging_face_config import (
     KNOWN_KEYS,
+    POSITIONAL_CODE,
     TRAINED_DOCUMENTS,
     config_from,
     self_contained_config,
@@ -271,9 +272,16 @@ def from_hugging_face(
         model = GPT(settings).eval()
         fill(model, own_tensors, model_type)
 
+        # The code that the weights belong to is that of the export, not of the file in use.
+        training = {"tokenizer": fingerprint, TRAINED_DOCUMENTS: documents}
+        code = theirs.get(POSITIONAL_CODE)
+        if code is not None:
+            training["code"] = code
+        if notice := changed_code_notice(code, config, f"{source} was exported"):
+            report(notice)
+
         # Write the checkpoint, read it, and compare the logits.
         reference = load_reference(theirs, tensors)
-        training = {"tokenizer": fingerprint, TRAINED_DOCUMENTS: documents}
         step = write_checkpoint(folder, model, file_dtype, values, training)
         if dtype is not None:
             for parameter in reference.parameters():

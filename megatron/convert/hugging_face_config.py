@@ -9,6 +9,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError
 
 from kerple.positional import rotary
+from megatron.checkpoint.configuration import code_digests
 from megatron.checkpoint.storage import CheckpointError
 from megatron.config import Config
 from megatron.config.schema.model import ModelConfig
@@ -19,6 +20,8 @@ from megatron.utils.typed_json import Count, error_text
 
 # The documents that an exported model was trained on, as in `TrainingState`.
 TRAINED_DOCUMENTS = "trained_documents"
+# The `code_digests` of an exported model's external method.
+POSITIONAL_CODE = "positional_code"
 
 # Ours -> config.json, with the same value. padded_vocab_size is the number of rows of the
 # embedding.
@@ -125,6 +128,7 @@ class HuggingFaceConfig(BaseModel):
     training_length: PositiveInt | None = None
     positional_method: str = ""
     positional_options: dict[str, Any] | None = None
+    positional_code: list[str] | None = None
     trained_documents: dict[str, Annotated[list[Count], Field(min_length=2, max_length=2)]] = {}
 
 
@@ -134,7 +138,8 @@ KNOWN_KEYS = frozenset(HuggingFaceConfig.model_fields) | llama.KNOWN_KEYS
 SELF_CONTAINED_KEYS = frozenset((*SAME_VALUE.values(), *BLOCK_SETTINGS.values()))
 SELF_CONTAINED_KEYS |= {"model_type", "hidden_act", "layer_norm_eps", "tie_word_embeddings"}
 SELF_CONTAINED_KEYS |= {"use_cache", "training_length", "inference_mode", TOKENIZER_IDS}
-SELF_CONTAINED_KEYS |= {"positional_method", "positional_options", TRAINED_DOCUMENTS}
+SELF_CONTAINED_KEYS |= {"positional_method", "positional_options"}
+SELF_CONTAINED_KEYS |= {POSITIONAL_CODE, TRAINED_DOCUMENTS}
 # Keys that transformers and libraries around it add, besides those of their own configurations.
 ADDED_KEYS = frozenset(("auto_map", "torch_dtype", "quantization_config", "tokenizer_class"))
 ADDED_KEYS |= {"kerple_positional", "num_labels", "is_decoder", "add_cross_attention"}
@@ -222,6 +227,7 @@ def self_contained_config(model: ModelConfig, padded_vocab_size: int) -> dict[st
         "training_length": model.seq_length,
         "positional_method": model.pos_emb,
         "positional_options": model.positional_options,
+        POSITIONAL_CODE: code_digests(model),
     }
 
 
