@@ -252,12 +252,19 @@ def code_notice(step: Path, config: Config) -> str | None:
     """A line to print if the code of an external method is not that with which the checkpoint was
     trained; None if it is, or the checkpoint does not tell.
     """
+    return changed_code_notice(saved_training(step).get("code"), config, f"{step} was trained")
+
+
+def changed_code_notice(trained: list[str] | None, config: Config, event: str) -> str | None:
+    """Like `code_notice`. trained: the earlier `code_digests`; None if unknown. event: what
+    happened with that code.
+    """
     code = code_digests(config.model)
-    if not code or saved_training(step).get("code", code) == code:
+    if not code or trained is None or trained == code:
         return None
     return (
-        f"notice: the file of pos_emb {config.model.pos_emb} has changed since {step} was trained, "
-        "so the weights may not fit it; if that was not on purpose, restore the file"
+        f"notice: the file of pos_emb {config.model.pos_emb} has changed since {event}, so the "
+        "weights may not fit it; if that was not on purpose, restore the file"
     )
 
 

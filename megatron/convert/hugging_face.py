@@ -18,14 +18,14 @@ from torch import Tensor
 
 from kerple.attention import FULL_MODE, Mode, parse_mode
 from kerple.positional.wrappers import Randomized
-from megatron.checkpoint.configuration import check_trained_tokenizer
+from megatron.checkpoint.configuration import changed_code_notice, check_trained_tokenizer
 from megatron.checkpoint.layers import load_layers
 from megatron.checkpoint.storage import CheckpointError, read_json, write_json
 from megatron.config import Config
-from megatron.convert import llama
 from megatron.convert.card import model_card
 from megatron.convert.hugging_face_config import (
     KNOWN_KEYS,
+    POSITIONAL_CODE,
     TRAINED_DOCUMENTS,
     config_from,
     self_contained_config,
@@ -65,6 +65,14 @@ from megatron.model.settings import ModelSettings
 from megatron.tokenizer.tokenizer import TokenizerFiles
 from megatron.utils.errors import first_line, import_package
 from megatron.utils.ranks import Report
+
+# Keys of config.json that do not say what a model computes, but how, or what it returns. Some make
+# transformers download or import code. (`config_from` rejects quantized models.)
+_NOT_OF_THE_MODEL = frozenset(("auto_map", "quantization_config", "transformers_weights"))
+_NOT_OF_THE_MODEL |= {"attn_implementation", "_attn_implementation", "experts_implementation"}
+_NOT_OF_THE_MODEL |= {"_attn_implementation_internal", "_experts_implementation_internal"}
+_NOT_OF_THE_MODEL |= {"_experts_implementation", "fusion_config", "distributed_config"}
+_NOT_OF_THE_MODEL |= {"return_dict", "torchscript", "output_attentions", "output_hidden_states"}
 
 
 def to_hugging_face(
@@ -264,9 +272,16 @@ def from_hugging_face(
         model = GPT(settings).eval()
         fill(model, own_tensors, model_type)
 
+        # The code that the weights belong to is that of the export, not of the file in use.
+        training = {"tokenizer": fingerprint, TRAINED_DOCUMENTS: documents}
+        code = theirs.get(POSITIONAL_CODE)
+        if code is not None:
+            training["code"] = code
+        if notice := changed_code_notice(code, config, f"{source} was exported"):
+            report(notice)
+
         # Write the checkpoint, read it, and compare the logits.
         reference = load_reference(theirs, tensors)
-        training = {"tokenizer": fingerprint, TRAINED_DOCUMENTS: documents}
         step = write_checkpoint(folder, model, file_dtype, values, training)
         if dtype is not None:
             for parameter in reference.parameters():
@@ -331,29 +346,37 @@ def load_written(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
 
 
 def load_reference(theirs: dict[str, Any], tensors: dict[str, Tensor]) -> Any:
-    """transformers' own float32 model, built from a config.json and tensors."""
-    transformers = import_transformers()
-    # Other keys make transformers quantize, download kernels, or fail with errors of its own.
-    keys: dict[str, Any] = {}
-    for name, value in theirs.items():
-        if name in KNOWN_KEYS and (value is not None or name == "sliding_window"):
-            keys[name] = value
-    model_type = keys.pop("model_type")
+    """The float32 model that a user of transformers gets from a config.json and tensors.
 
-    # A class of transformers.
-    if model_type != "kerple":
-        architecture = llama.ARCHITECTURES.get(model_type, "GPTNeoXForCausalLM")
+    Raises CheckpointError if transformers cannot build or run it.
+    """
+    transformers = import_transformers()
+
+    # A class of transformers, from all keys that its classes may read. AutoConfig chooses it, by
+    # more than model_type, and imports no code of the folder.
+    if theirs["model_type"] != "kerple":
+        keys = {name: value for name, value in theirs.items() if name not in _NOT_OF_THE_MODEL}
         try:
-            config = transformers.AutoConfig.for_model(model_type, **keys)
-            model_class = getattr(transformers, architecture)
+            with tempfile.TemporaryDirectory() as folder:
+                write_json(Path(folder) / "config.json", keys)
+                config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
+            model_class = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
             model = model_class.from_pretrained(
                 None, config=config, state_dict=tensors, dtype=torch.float32
             )
+            model = model.float().eval()
+            model(torch.zeros(1, 1, dtype=torch.int64), use_cache=False)
         except Exception as error:  # each class has its own checks
             raise CheckpointError(
-                f"config.json: transformers cannot build the model: {first_line(error)}"
+                f"config.json: transformers cannot build or run the model: {first_line(error)}"
             ) from error
-        return model.float().eval()
+        return model
+
+    # This project's own keys; the inference mode is not compared.
+    keys = {}
+    for name, value in theirs.items():
+        if name in KNOWN_KEYS and name != "model_type" and value is not None:
+            keys[name] = value
 
     # Load this project's modeling files as a package of another name.
     with tempfile.TemporaryDirectory() as folder:

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError
 
 from kerple.positional import rotary
+from megatron.checkpoint.configuration import code_digests
 from megatron.checkpoint.storage import CheckpointError
 from megatron.config import Config
 from megatron.config.schema.model import ModelConfig
@@ -19,6 +20,8 @@ from megatron.utils.typed_json import Count, error_text
 
 # The documents that an exported model was trained on, as in `TrainingState`.
 TRAINED_DOCUMENTS = "trained_documents"
+# The `code_digests` of an exported model's external method.
+POSITIONAL_CODE = "positional_code"
 
 # Ours -> config.json, with the same value. padded_vocab_size is the number of rows of the
 # embedding.
@@ -114,6 +117,7 @@ class HuggingFaceConfig(BaseModel):
     rope_theta: float = 10_000
     rope_parameters: dict[str, Any] | None = None
     rope_scaling: dict[str, Any] | None = None
+    original_max_position_embeddings: PositiveInt | None = None
     rotary_pct: float = 0.25
     rotary_emb_base: float = 10_000
     norm: str = "layernorm"
@@ -124,6 +128,7 @@ class HuggingFaceConfig(BaseModel):
     training_length: PositiveInt | None = None
     positional_method: str = ""
     positional_options: dict[str, Any] | None = None
+    positional_code: list[str] | None = None
     trained_documents: dict[str, Annotated[list[Count], Field(min_length=2, max_length=2)]] = {}
 
 
@@ -133,10 +138,13 @@ KNOWN_KEYS = frozenset(HuggingFaceConfig.model_fields) | llama.KNOWN_KEYS
 SELF_CONTAINED_KEYS = frozenset((*SAME_VALUE.values(), *BLOCK_SETTINGS.values()))
 SELF_CONTAINED_KEYS |= {"model_type", "hidden_act", "layer_norm_eps", "tie_word_embeddings"}
 SELF_CONTAINED_KEYS |= {"use_cache", "training_length", "inference_mode", TOKENIZER_IDS}
-SELF_CONTAINED_KEYS |= {"positional_method", "positional_options", TRAINED_DOCUMENTS}
+SELF_CONTAINED_KEYS |= {"positional_method", "positional_options"}
+SELF_CONTAINED_KEYS |= {POSITIONAL_CODE, TRAINED_DOCUMENTS}
 # Keys that transformers and libraries around it add, besides those of their own configurations.
 ADDED_KEYS = frozenset(("auto_map", "torch_dtype", "quantization_config", "tokenizer_class"))
 ADDED_KEYS |= {"kerple_positional", "num_labels", "is_decoder", "add_cross_attention"}
+# Keys of other models, which transformers would ignore, or make it quantize the weights.
+REJECTED_KEYS = ("quantization_config", "num_experts", "num_local_experts", "n_routed_experts")
 # From this similarity on (of difflib), a key is a misspelling of one that is not in the file.
 _MISSPELLED = 0.88
 
@@ -219,6 +227,7 @@ def self_contained_config(model: ModelConfig, padded_vocab_size: int) -> dict[st
         "training_length": model.seq_length,
         "positional_method": model.pos_emb,
         "positional_options": model.positional_options,
+        POSITIONAL_CODE: code_digests(model),
     }
 
 
@@ -304,9 +313,15 @@ def config_from(theirs: Mapping[str, Any], source: str) -> dict[str, Any]:
 
 
 def _check_names(theirs: Mapping[str, Any], source: str) -> None:
-    """Raises CheckpointError for an unknown key of a self-contained model, and for one of another
-    model that is nearly the name of a key that is missing: its default would be used instead.
+    """Raises CheckpointError for a key of another kind of model, for an unknown key of a
+    self-contained model, and for one of another model that is nearly the name of a key that is
+    missing: its default would be used instead.
     """
+    for name in REJECTED_KEYS:
+        if theirs.get(name) is not None:
+            raise CheckpointError(
+                f"{source}: {name} is not supported; {theirs['model_type']} models do not have it"
+            )
     known, similarity = set(KNOWN_KEYS), _MISSPELLED
     accepted = known
     if theirs["model_type"] == "kerple":
@@ -404,4 +419,9 @@ def _rotary_keys(
     for ours, name in scaling_names.items():
         if rope.get(name) is not None:
             options[ours] = rope[name]
+    # transformers 5 prefers the key beside rope_parameters to the one in it. (transformers 4 does
+    # not, so there the comparison of the logits fails.)
+    trained_length = theirs.get("original_max_position_embeddings")
+    if "trained_length" in scaling_names and trained_length is not None:
+        options["trained_length"] = trained_length
     return {**keys, "pos_emb_options": options}

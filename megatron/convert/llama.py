@@ -90,9 +90,6 @@ KNOWN_KEYS = frozenset((*SAME_VALUE.values(), *OTHER_KEYS, *FAMILY_KEYS))
 # Keys that do not change the model's output.
 IGNORED_KEYS = ("use_cache", "pretraining_tp", "bos_token_id", "eos_token_id", "pad_token_id")
 
-# Keys of other models, which transformers would ignore.
-REJECTED_KEYS = ("quantization_config", "num_experts", "num_local_experts", "n_routed_experts")
-
 WINDOWED, FULL = "sliding_attention", "full_attention"
 
 
@@ -157,11 +154,6 @@ def keys_from(
     defaults: those of transformers' configuration class. Raises CheckpointError, naming `source`
     and the key, for settings that this project does not support.
     """
-    for name in REJECTED_KEYS:
-        if theirs.get(name) is not None:
-            raise CheckpointError(
-                f"{source}: {name} is not supported; {theirs['model_type']} models do not have it"
-            )
     values = {name: value for name, value in defaults.items() if name in KNOWN_KEYS}
     for name, value in theirs.items():
         ignored = name in FAMILY_KEYS and name not in defaults  # by transformers too
@@ -235,6 +227,11 @@ def _window(values: Mapping[str, Any], theirs: Mapping[str, Any], source: str) -
         )
     if kinds != {WINDOWED}:
         return None
+    if window is None:
+        raise CheckpointError(
+            f"{source}: layer_types gives all layers a sliding window, but the model has no "
+            "sliding_window, or use_sliding_window is false"
+        )
     return window
 
 

@@ -97,7 +97,8 @@ def write_checkpoint(
     training: Mapping[str, Any],
 ) -> Path:
     """Write global_step0 with weights in `dtype`, configuration and manifest, but no optimizer, and
-    `latest`; return its path. training: the values of `TrainingState` that are known.
+    `latest`; return its path. training: the values of `TrainingState` that are known; `code` is by
+    default that of the files in use.
     """
     iteration = 0
     step = folder / tag_for(iteration)
@@ -106,7 +107,7 @@ def write_checkpoint(
         state = {name: cast(tensor, dtype) for name, tensor in tensors_of(layer).items()}
         torch.save(state, layer_file(step, index, 0))
     code = code_digests(model.settings.config)
-    torch.save({**training, "iteration": iteration, "code": code}, step / STATE_FILE)
+    torch.save({"code": code, **training, "iteration": iteration}, step / STATE_FILE)
     write_json(step / CONFIG_FILE, dict(config_values))
     write_manifest_of_folder(step, iteration)
     update_latest(folder, step.name)

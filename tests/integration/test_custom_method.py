@@ -8,6 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from kerple.positional import registry
+from megatron.checkpoint.configuration import code_notice
 from megatron.cli.convert import main as convert
 from megatron.cli.evaluate import main as evaluate
 from megatron.cli.generate import main as generate
@@ -17,6 +18,7 @@ from megatron.convert import to_hugging_face
 from megatron.evaluation.records import read_results
 from megatron.inference import load_model
 from megatron.utils.command_line import run_main
+from tests.support.conversion import make_model
 from tests.support.errors import assert_rejected
 from tests.support.runs import metrics, trained, unwrapped, weights
 
@@ -156,6 +158,44 @@ def test_a_custom_method_that_changed(tmp_path, data_path, monkeypatch, capsys):
     new = {"finetune": True, "pos_emb": "alibi", "save": str(tmp_path / "tuned")}
     trained(tmp_path, data_path, **{**keys, **new}, train_iters=1)
     assert "has changed" not in unwrapped(capsys.readouterr().out)
+
+
+def test_an_exported_method_that_changed(tmp_path, monkeypatch, capsys):
+    """The commands that read the export say so, until the file is restored."""
+    monkeypatch.setattr(registry, "_METHODS", dict(registry._METHODS))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HOME", str(tmp_path / "home"))
+    path, exported = tmp_path / "exported_root.py", str(tmp_path / "hf")
+    source = METHOD.replace("test_square_root", "test_exported_root")
+    path.write_text(source)
+    model, config = make_model("test_exported_root", pos_emb_module=str(path))
+    to_hugging_face(model, config, exported, report=lambda _: None)
+    module = ["--pos-emb-module", str(path)]
+    commands = (
+        lambda name: convert(
+            ["from-hf", exported, str(tmp_path / name), "--no-tokenizer", *module]
+        ),
+        lambda name: load_model(exported, overrides={"pos_emb_module": str(path)}),
+        lambda name: convert(
+            ["to-hf", str(tmp_path / name), str(tmp_path / f"{name}-hf"), "--no-tokenizer", *module]
+        ),
+    )
+
+    def notices(name: str) -> list[int]:
+        counts = []
+        for command in commands:
+            command(name)
+            output = capsys.readouterr()
+            counts.append(
+                unwrapped(output.out + output.err).count("test_exported_root has changed")
+            )
+        return counts
+
+    assert notices("same") == [0, 0, 0]
+    path.write_text(f"{source}LIMIT = 3\n")
+    assert notices("changed") == [1, 1, 1]
+    path.write_text(source)
+    assert notices("restored") == [0, 0, 0]
+    assert not code_notice(tmp_path / "changed" / "global_step0", config)
 
 
 MATRIX = """

@@ -371,6 +371,33 @@ def test_files_of_transformers_4(tmp_path):
 
 
 @torch.no_grad()
+def test_other_keys_of_gpt_neox(tmp_path):
+    """Those that change what transformers computes are refused, the others are not read."""
+    theirs = family_model(tmp_path / "hf", "pythia")
+    path = tmp_path / "hf" / "config.json"
+    values = json.loads(path.read_text())
+    for other, message in (
+        ({"is_causal": False}, "logits differ"),
+        ({"per_layer_config": {"1": {"layer_norm_eps": 0.5}}}, "logits differ|cannot build"),
+        ({"id2label": {"one": "a"}}, "transformers cannot build"),
+    ):
+        path.write_text(json.dumps({**values, **other}))
+        with pytest.raises(CheckpointError, match=message):
+            from_hugging_face(
+                tmp_path / "hf", tmp_path / "ours", with_tokenizer=False, report=quiet
+            )
+        assert not (tmp_path / "ours").exists()
+
+    other = {"attn_implementation": "nobody/no-kernels", "auto_map": {"AutoConfig": "trap.Config"}}
+    other |= {"return_dict": False, "output_attentions": True, "some_metadata": [1]}
+    (tmp_path / "hf" / "trap.py").write_text("raise SystemExit('this code must not run')")
+    path.write_text(json.dumps({**values, **other}))
+    from_hugging_face(tmp_path / "hf", tmp_path / "ours", with_tokenizer=False, report=quiet)
+    tokens = random_tokens(1, LONG)
+    assert (load_model(tmp_path / "ours")[0](tokens) - theirs(tokens).logits).abs().max() < 1e-4
+
+
+@torch.no_grad()
 def test_weights_of_several_dtypes_are_not_rounded(tmp_path):
     """The first tensor is in bfloat16, the others in float32."""
     theirs = family_model(tmp_path / "hf", "pythia")

@@ -167,6 +167,18 @@ def test_defaults_of_gpt_neox():
             },
             "max_window_layers 1.*layers",
         ),
+        (
+            LLAMA,
+            {
+                "model_type": "qwen3",
+                "layer_types": ["sliding_attention", "sliding_attention"],
+                "sliding_window": 5,
+                "use_sliding_window": False,
+            },
+            "layer_types.*use_sliding_window",
+        ),
+        (NEOX, {"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
+        (NEOX, {"orig_max_position_embeddings": 8}, "orig_max_position_embeddings.*nearest"),
         (LLAMA, {"model_type": "mistral", "sliding_window": 1}, "sliding_window 1"),
         (LLAMA, {"num_key_value_heads": "four"}, "num_key_value_heads"),
         # Misspelled keys, whose defaults would make another model.

@@ -61,6 +61,27 @@ def test_files_of_transformers_4(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("family", "keys"),
+    [
+        ("llama 3.1", {"original_max_position_embeddings": TRAIN_LENGTH // 4}),
+        ("qwen2 with yarn", {"original_max_position_embeddings": TRAIN_LENGTH * 10}),
+        ("mistral", {"layer_types": ["full_attention"] * 2}),
+    ],
+)
+@torch.no_grad()
+def test_keys_that_transformers_prefers(family, keys, tmp_path):
+    """To those in rope_parameters, or to the model_type."""
+    without = family_model(tmp_path / "hf", family)
+    path = tmp_path / "hf" / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **keys}))
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "hf").eval()
+    tokens = random_tokens(1, LONG)
+    assert (without(tokens).logits - theirs(tokens).logits).abs().max() > 0.01
+    from_hugging_face(tmp_path / "hf", tmp_path / "ours", with_tokenizer=False, report=quiet)
+    assert (load_model(tmp_path / "ours")[0](tokens) - theirs(tokens).logits).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize(
     "keys",
     [
         {},

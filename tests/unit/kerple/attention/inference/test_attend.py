@@ -34,15 +34,17 @@ def mapped_distances(mode: AttentionMode) -> Tensor:
     distances = torch.zeros(LENGTH, LENGTH, dtype=torch.float64)
     for i in range(LENGTH):
         for j in range(i + 1):
-            last = mode.span.sinks + (mode.span.window or 0) - 1
-            distance: float = min(i, last) - j if mode.reindexed and j < mode.span.sinks else i - j
+            query = i
+            if mode.reindexed and j < mode.span.sinks:
+                query = min(i, mode.span.sinks + (mode.span.window or 0) - 1)
+            distance: float = query - j
             match mode.distance_map:
                 case Clip(window):
                     distance = min(distance, window)
                 case Leaky(window, factor) if distance >= window:
                     distance = window + (distance - window) / factor
                 case Group(size, window) if distance >= window:
-                    distance = i // size - j // size + window - window // size
+                    distance = query // size - j // size + window - window // size
                 case Linear(length):
                     distance = distance * min(1, length / LENGTH)
                 case Log(window) if distance > window:
@@ -153,6 +155,7 @@ MODES = {
     "rotary": [
         AttentionMode(SINKS),
         AttentionMode(SINKS, reindexed=True, distance_map=Clip(9), scaling=LogLength(16)),
+        AttentionMode(SINKS, reindexed=True, distance_map=Group(5, 9)),
         AttentionMode(Span(window=30), distance_map=Leaky(9, 3.0)),
         NTK,
         AttentionMode(SINKS, dynamic_ntk=DynamicNtk(1.0, 32)),
