@@ -6,13 +6,11 @@ from typing import Any
 from megatron.checkpoint.configuration import (
     UnavailableMethod,
     code_notice,
-    earlier_recipes,
     files_notice,
     model_differences,
     replaces_positional_method,
     saved_config,
     saved_training,
-    training_notice,
 )
 from megatron.checkpoint.directory import (
     MANIFEST,
@@ -35,6 +33,7 @@ from megatron.checkpoint.layers import (
 )
 from megatron.checkpoint.manifest import find_damage, find_valid_step
 from megatron.checkpoint.optimizer import load_optimizer, read_optimizer, read_original_optimizer
+from megatron.checkpoint.recipe import earlier_recipes, training_notice
 from megatron.checkpoint.state_dict import (
     TrainingEngine,
     TrainingState,

@@ -21,11 +21,11 @@ from megatron.checkpoint.configuration import (
     saved_training,
     trained_text_notice,
     trained_tokenizer,
-    training_recipe,
 )
 from megatron.checkpoint.directory import iteration_of
 from megatron.checkpoint.inspection import positional_methods
 from megatron.checkpoint.manifest import weights_fingerprint
+from megatron.checkpoint.recipe import training_recipe
 from megatron.cli.eval_tasks import evaluate_tasks, task_options
 from megatron.cli.evaluation_options import (
     add_options,

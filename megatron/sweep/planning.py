@@ -22,7 +22,6 @@ from typing_extensions import NotRequired, TypedDict
 from megatron.checkpoint.configuration import (
     code_digests,
     evaluated_method,
-    same_training,
     saved_config,
 )
 from megatron.checkpoint.directory import (
@@ -33,6 +32,7 @@ from megatron.checkpoint.directory import (
     tag_for,
 )
 from megatron.checkpoint.manifest import find_damage, weights_fingerprint
+from megatron.checkpoint.recipe import same_training
 from megatron.checkpoint.storage import CheckpointError
 from megatron.config import Config, UserError
 from megatron.config.schema.output import LoggingConfig

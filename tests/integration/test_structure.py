@@ -43,7 +43,7 @@ def imported_modules(path: Path) -> set[str]:
 IMPORT_LIMITS = {
     "megatron.cli.report": 27,
     "megatron.inference.loading": 79,
-    "megatron.training.loop": 110,
+    "megatron.training.loop": 111,
 }
 
 
