@@ -240,7 +240,10 @@ def code_notice(step: Path, config: Config) -> str | None:
     """A line to print if the code of an external method is not that with which the checkpoint was
     trained; None if it is, or the checkpoint does not tell.
     """
-    return changed_code_notice(saved_training(step).get("code"), config, f"{step} was trained")
+    if not code_digests(config.model):
+        return None  # without reading the state
+    trained = saved_training(step).get("code")
+    return changed_code_notice(trained, config, f"{step} was trained")
 
 
 def changed_code_notice(trained: list[str] | None, config: Config, event: str) -> str | None:
