@@ -32,7 +32,8 @@ class Projection(nn.Linear):
 @register("transformer_xl", "xl_bias")
 class TransformerXL(ScoreModifier):
     """Parameters per layer: `content_bias` (u) and `position_bias` (v) `[h, 1, d]`, and
-    `relative.weight` (W) `[h d, e]`, all drawn from N(0, init_std²).
+    `relative.weight` (W) `[h d, e]`, all drawn from N(0, init_std²). Another scale of the call
+    applies to (q + u).k only.
     """
 
     per_pair = True
