@@ -83,15 +83,28 @@ def _training_keys(config: Config, *, complete: bool) -> dict[str, Any]:
         if complete or name in values.model_fields_set:
             keys[".".join(path)] = getattr(values, name)
 
-    # adam and adamw are the same. The defaults of parameters depend on the optimizer; apex changes
-    # only how it is computed.
-    if keys.get("optimizer.type") == "adamw":
-        keys["optimizer.type"] = "adam"
+    # The defaults of parameters depend on the optimizer; apex changes only how it is computed.
     optimizer = config.optimizer
+    if "optimizer.type" in keys:
+        keys["optimizer.type"] = _algorithm(config)
     for name, value in optimizer.all_params.items():
         is_set = name in optimizer.model_fields_set or name in optimizer.params
         if name != "apex" and (complete or is_set):
             keys[f"optimizer.params.{name}"] = value
+    return keys
+
+
+def _algorithm(config: Config) -> str:
+    """The optimizer's type, with one name for adam and adamw, which are the same."""
+    if config.optimizer.type == "adamw":
+        return "adam"
+    return config.optimizer.type
+
+
+def _recipe(config: Config) -> dict[str, Any]:
+    """The sections of a configuration that change how a model is trained, and their keys."""
+    keys = config.model_dump(include=RECIPE, exclude=NOT_IN_RECIPE)
+    keys["optimizer"]["type"] = _algorithm(config)
     return keys
 
 
@@ -102,7 +115,7 @@ def training_recipe(step: Path, saved: Config) -> str:
 
     saved: its `checkpoint_config`.
     """
-    keys = saved.model_dump(include=RECIPE, exclude=NOT_IN_RECIPE)
+    keys = _recipe(saved)
     try:
         state = read_state_file(step)
     except CheckpointError:
@@ -138,7 +151,7 @@ def same_training(one: Config, other: Config) -> bool:
     """Whether two configurations train in the same way, apart from where they end."""
     both = []
     for config in (one, other):
-        keys = config.model_dump(include=RECIPE, exclude=NOT_IN_RECIPE)
+        keys = _recipe(config)
         decay = config.schedule.lr_decay_iters or config.schedule.train_iters
         keys["schedule"] |= {"train_iters": None, "lr_decay_iters": decay}
         both.append(keys)

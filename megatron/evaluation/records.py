@@ -398,21 +398,24 @@ def read_results(folders: Folders, *, as_frame: bool = False) -> "list[Record] |
 
 def read_results_file(path: Path) -> list[Record]:
     """The records of one results.jsonl, the last one of each identity. Skips records of unknown
-    kinds, with one line on standard error. Raises UserError.
+    kinds and an incomplete last line, with a line on standard error each. Raises UserError.
     """
     records: dict[tuple[object, ...], Record] = {}
     unknown: list[UnknownKindError] = []
     for number, line in enumerate(io.BytesIO(read_file(path, MAX_BYTES)), start=1):
-        # An incomplete line is that of a killed process.
-        if line.endswith(b"\n"):
-            try:
-                record = parse_record(line[:-1], f"{path}, line {number}")
-            except UnknownKindError as error:
-                unknown.append(error)
-                continue
-            except UserError as error:
-                raise UserError(f"{error}; correct or remove the line") from None
-            records[identity(record)] = record
+        place = f"{path}, line {number}"
+        if not line.endswith(b"\n"):
+            # Left by a process that was killed, or another one is still writing it.
+            print(f"skipped {place}, because it is incomplete; evaluate again", file=sys.stderr)
+            continue
+        try:
+            record = parse_record(line[:-1], place)
+        except UnknownKindError as error:
+            unknown.append(error)
+            continue
+        except UserError as error:
+            raise UserError(f"{error}; correct or remove the line") from None
+        records[identity(record)] = record
     if unknown:
         print(f"skipped {len(unknown):,} record(s) of unknown kinds: {unknown[0]}", file=sys.stderr)
     return list(records.values())

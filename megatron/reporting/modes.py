@@ -13,12 +13,20 @@ from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
-from megatron.reporting.aggregate import AnyRecord, Measurements, Method, Setting, measurements
+from megatron.reporting.aggregate import (
+    AnyRecord,
+    Measurements,
+    Method,
+    Setting,
+    comparable_means,
+    measurements,
+)
 from megatron.reporting.differences import PairedLosses
 from megatron.reporting.figures import ReportFigure
 from megatron.reporting.formatting import (
     NOT_AVAILABLE,
     NOT_MEASURED,
+    best_texts,
     format_length,
     format_number,
     slug,
@@ -82,7 +90,8 @@ def mode_figures(records: Sequence[AnyRecord]) -> list[ReportFigure]:
             slug("modes", setting.name).lower(),
             f"Methods and inference modes: {_title(setting)}",
             "Loss (nats per token) by method and inference mode, a panel per length; the lowest "
-            "loss is framed, and others that are printed the same. "
+            "loss is framed, and others that are printed the same, but none with fewer seeds than "
+            "others. "
             f"Losses more than {COLOR_RANGE:g} nat above it have the darkest color. "
             f"{NOT_AVAILABLE}: the method does not support the mode or the length; "
             f"{NOT_MEASURED}: not measured.",
@@ -107,15 +116,18 @@ def heat_map(losses: Measurements, setting: Setting, style: Style = SCREEN) -> F
     figure, panels = new_figure(style, len(losses.lengths), columns, aspect)
     figure.set_figheight(figure.get_figheight() + 7 * style.em)  # the title and the color bar
     for axes, length in zip(panels, losses.lengths, strict=True):
-        # The means over the seeds, and the text of cells without a value.
-        values = np.full((len(methods), len(modes)), math.nan)
-        missing = {}
-        for row, column in np.ndindex(values.shape):
-            cell = losses.values(setting, Method(methods[row], modes[column]), length)
-            missing[row, column] = NOT_MEASURED
+        # The mean over the seeds and the text of each cell, row by row.
+        cells, means, texts = [], [], []
+        for pos_emb, mode in product(methods, modes):
+            cell = losses.values(setting, Method(pos_emb, mode), length)
+            mean, text = math.nan, NOT_MEASURED
             if cell is not None:
-                missing[row, column] = NOT_AVAILABLE
-                values[row, column] = cell.mean()
+                mean = cell.mean()
+                text = format_number(mean, 3)
+            cells.append(cell)
+            means.append(mean)
+            texts.append(text)
+        values = np.reshape(means, (len(methods), len(modes)))
         axes.set_title(f"length {length:,}", loc="left")
         axes.grid(False)
         axes.spines[:].set_visible(False)
@@ -123,22 +135,22 @@ def heat_map(losses: Measurements, setting: Setting, style: Style = SCREEN) -> F
         axes.set_yticks(range(len(methods)), names)
         axes.tick_params(length=0, labelbottom=True)
 
-        # Colors start at the lowest loss of this length.
+        # Colors start at the lowest loss of this length, of cells with the same seeds.
+        comparable = comparable_means(cells)
         lowest = 0.0
-        if not np.isnan(values).all():
-            lowest = np.nanmin(values)
+        if not np.isnan(comparable).all():
+            lowest = np.nanmin(comparable)
         axes.imshow(values, cmap="viridis_r", vmin=lowest, vmax=lowest + COLOR_RANGE, aspect="auto")
 
         # The number in each cell, with a frame around the lowest.
+        framed = best_texts(comparable, texts, "lowest")
+        size = 0.75 * SMALL * style.size
         for (row, column), value in np.ndenumerate(values):
-            text = missing[row, column]
-            if not np.isnan(value):
-                text = format_number(value, 3)
-            size = 0.75 * SMALL * style.size
-            label = axes.text(column, row, text, ha="center", va="center", size=size, color="black")
+            index = row * len(modes) + column
+            label = axes.text(column, row, texts[index], ha="center", va="center", size=size)
             if value > lowest + COLOR_RANGE / 2:
                 label.set_color("white")  # on a dark cell
-            if text == format_number(lowest, 3):  # also others that are printed the same
+            if framed[index]:
                 label.set_fontweight("bold")
                 corner, width = (column - 0.5, row - 0.5), 0.2 * style.size
                 frame = Rectangle(corner, 1, 1, fill=False, edgecolor=COLORS[1], linewidth=width)

@@ -36,7 +36,8 @@ class Sources:
         records: evaluation records.
         checkpoints: folders of further checkpoints whose biases and weights are plotted.
         weight_figures, length_figures: see `megatron.plots.checkpoints.add_weight_figures`.
-        notes: filled by `add_weight_figures`: what is not plotted, and why.
+        notes: filled by `add_weight_figures` (what is not plotted, and why) and `write_report`
+            (files of earlier reports).
     """
 
     records: Sequence[AnyRecord]
@@ -123,13 +124,26 @@ def write_report(
             (folder / name).mkdir(parents=True, exist_ok=True)
 
     # Each table and figure as a file of its own, for papers.
+    contents: dict[Path, bytes] = {}
     for chapter in chapters:
         for table in chapter.tables:
-            write_atomically(folder / "tables" / f"{table.name}.md", markdown(table).encode())
-            write_atomically(folder / "tables" / f"{table.name}.tex", latex(table).encode())
+            contents[folder / "tables" / f"{table.name}.md"] = markdown(table).encode()
+            contents[folder / "tables" / f"{table.name}.tex"] = latex(table).encode()
         for figure in chapter.figures:
-            write_atomically(folder / "figures" / f"{figure.name}.png", figure.png)
-            write_atomically(folder / "figures" / f"{figure.name}.pdf", figure.pdf)
+            contents[folder / "figures" / f"{figure.name}.png"] = figure.png
+            contents[folder / "figures" / f"{figure.name}.pdf"] = figure.pdf
+    for path, content in contents.items():
+        write_atomically(path, content)
+
+    # Earlier reports may have left others in the folder.
+    others = []
+    for name in ("tables", "figures"):
+        others += [path for path in sorted((folder / name).iterdir()) if path not in contents]
+    if others:
+        sources.notes.append(
+            f"{len(others)} file(s) in {folder}, such as {others[0].relative_to(folder)}, are not "
+            "of this report; remove them if you do not need them"
+        )
 
     # What the checkpoints were, and the notes of the sources.
     notes: dict[str, None] = {}

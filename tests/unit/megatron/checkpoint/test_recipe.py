@@ -25,6 +25,7 @@ def test_the_recipe_of_a_training(tmp_path):
 
     first = recipe()
     same = (
+        {"optimizer": {**ADAM, "type": "AdamW"}},
         {"seed": 5, "save": "elsewhere", "log_interval": 3, "attention_backend": "sdpa"},
         {"data_path": "here", "num_workers": 3, "zero_optimization": {"stage": 1}},
         {"train_micro_batch_size_per_gpu": 1, "state": {"training": {"data": {"b": "1"}}}},

@@ -29,13 +29,15 @@ def test_a_later_measurement_replaces_an_earlier_one(tmp_path):
 
 
 @pytest.mark.parametrize("cut", [1, 100])
-def test_an_incomplete_last_line_is_ignored_and_overwritten(tmp_path, cut):
+def test_an_incomplete_last_line_is_skipped_and_overwritten(tmp_path, cut, capsys):
     with ResultsFile(tmp_path, ["aa"]) as results:
         results.add(stored_record(16))
         results.add(stored_record(32))
     content = (tmp_path / RESULTS).read_bytes()
     (tmp_path / RESULTS).write_bytes(content[:-cut])
+    assert not capsys.readouterr().err
     assert read_results(tmp_path) == [stored_record(16)]
+    assert f"{tmp_path / RESULTS}, line 2" in capsys.readouterr().err
     with ResultsFile(tmp_path, ["aa"]) as results:
         assert results.records == [stored_record(16)]
         results.add(stored_record(32))

@@ -79,6 +79,21 @@ def test_ties_in_a_heat_map_are_all_framed():
     ]
 
 
+def test_fewer_seeds_are_not_framed():
+    """A mean over other seeds also differs because of the seeds."""
+    rows = [
+        {**record(name, 512, math.exp(loss + seed / 8)), "seed": seed, "mode": mode}
+        for name, loss, count in (("alibi", 3.0, 3), ("rpe", 3.2, 3), ("rotary", 2.5, 2))
+        for mode in ("full", "window@9")
+        for seed in range(count)
+    ]
+    losses = measurements(rows, "extrapolation", "loss")
+    panel, _ = (axes for axes in heat_map(losses, losses.settings[0]).axes if axes.get_visible())
+    assert [text.get_text() for text in panel.texts] == ["3.12"] * 2 + ["3.33"] * 2 + ["2.56"] * 2
+    assert [frame.get_xy() for frame in panel.patches] == [(-0.5, -0.5), (0.5, -0.5)]
+    assert panel.images[0].get_clim()[0] == pytest.approx(3.125)
+
+
 def test_heat_map():
     rows = [*records(512), *records(2048)]
     losses = measurements(rows, "extrapolation", "loss")

@@ -81,6 +81,23 @@ def test_values_are_once_on_the_page(tmp_path):
     assert (tmp_path / "tables" / "kerple-3-12x768-333-non-overlapping.tex").is_file()
 
 
+def test_files_of_an_earlier_report_are_named(tmp_path):
+    write_report(Sources([record("alibi", 768, 21.5, train_length=333)]), tmp_path)
+    sources = Sources([record("alibi", 768, 21.5, train_length=444)])
+    write_report(sources, tmp_path)
+    (note,) = sources.notes
+    assert note.startswith(f"6 file(s) in {tmp_path}, such as tables/")
+    assert "333" in note
+    assert note in (tmp_path / "report.html").read_text()
+
+    # Again into the same folder, without the others.
+    for path in tmp_path.glob("*/*333*"):
+        path.unlink()
+    sources.notes.clear()
+    write_report(sources, tmp_path)
+    assert not sources.notes
+
+
 def test_aliases_are_the_same_method():
     sources = Sources(
         [record("kerple_bias_wht", 512, 3.0), record("dape_kerple (variant Concat)", 512, 3.0)]
