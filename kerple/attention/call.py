@@ -458,8 +458,10 @@ def check_tables(call: AttentionCall) -> None:
         # A transposed query and a bias per pair are common mistakes, so their errors say so.
         if table is not None:
             shape = table.shape
-            fits = len(shape) == 2 or (len(shape) == 3 and shape[0] == 2 and not call.span.causal)
-            if fits and shape[-2] != heads and shape[-2] == call.q_len:
+            is_halves = len(shape) == 3 and shape[0] == 2 and not call.span.causal
+            fits = len(shape) == 2 or is_halves
+            is_per_pair = len(shape) == 3 and shape[0] == heads
+            if fits and not is_per_pair and shape[-2] != heads and shape[-2] == call.q_len:
                 raise ValueError(
                     f"query {list(call.query.shape)} seems to be [b, s, h, d], because the tables "
                     f"have {shape[-2]} heads; pass query.transpose(1, 2), and the same for key and "

@@ -148,21 +148,38 @@ class Cluster:
         key.write_bytes(os.urandom(1024))
         key.chmod(0o600)
         (folder / "state").mkdir()
-        nodes = "".join(
-            f"NodeName={host} NodeHostname=localhost NodeAddr=127.0.0.1 Port={port} CPUs=2\n"
-            for host, port in zip(HOSTS, self._node_ports, strict=True)
-        )
         user = getpass.getuser()
-        (folder / "slurm.conf").write_text(
-            f"ClusterName=test\nSlurmctldHost=localhost(127.0.0.1)\nSlurmctldPort={self._controller_port}\n"
-            f"SlurmUser={user}\nSlurmdUser={user}\nAuthType=auth/munge\nAuthInfo=socket={folder}/munge/socket\n"
-            f"CredType=cred/munge\nCommunicationParameters=NoCtldInAddrAny,NoInAddrAny\nMpiDefault=none\n"
-            f"StateSaveLocation={folder}/state\nSlurmdSpoolDir={folder}/spool.%n\nSlurmctldPidFile={folder}/ctld.pid\n"
-            f"SlurmdPidFile={folder}/slurmd.%n.pid\nProctrackType=proctrack/linuxproc\nTaskPlugin=task/none\n"
-            "JobAcctGatherType=jobacct_gather/none\nSelectType=select/cons_tres\nSelectTypeParameters=CR_Core\n"
-            "SwitchType=switch/none\nReturnToService=2\nSlurmdParameters=config_overrides\n"
-            f"{nodes}PartitionName=test Nodes=ALL Default=YES State=UP\n"
-        )
+        settings = {
+            "ClusterName": "test",
+            "SlurmctldHost": "localhost(127.0.0.1)",
+            "SlurmctldPort": self._controller_port,
+            "SlurmUser": user,
+            "SlurmdUser": user,
+            "AuthType": "auth/munge",
+            "AuthInfo": f"socket={folder}/munge/socket",
+            "CredType": "cred/munge",
+            "CommunicationParameters": "NoCtldInAddrAny,NoInAddrAny",
+            "MpiDefault": "none",
+            "StateSaveLocation": folder / "state",
+            "SlurmdSpoolDir": folder / "spool.%n",
+            "SlurmctldPidFile": folder / "ctld.pid",
+            "SlurmdPidFile": folder / "slurmd.%n.pid",
+            "ProctrackType": "proctrack/linuxproc",
+            "TaskPlugin": "task/none",
+            "JobAcctGatherType": "jobacct_gather/none",
+            "SelectType": "select/cons_tres",
+            "SelectTypeParameters": "CR_Core",
+            "SwitchType": "switch/none",
+            "ReturnToService": 2,
+            "SlurmdParameters": "config_overrides",
+        }
+        lines = [f"{name}={value}" for name, value in settings.items()]
+        for host, port in zip(HOSTS, self._node_ports, strict=True):
+            lines.append(
+                f"NodeName={host} NodeHostname=localhost NodeAddr=127.0.0.1 Port={port} CPUs=2"
+            )
+        lines.append("PartitionName=test Nodes=ALL Default=YES State=UP")
+        (folder / "slurm.conf").write_text("\n".join(lines) + "\n")
 
     def _wait_until_ready(self) -> None:
         checks = [["pdsh", "-R", "ssh", "-S", "-w", ",".join(HOSTS), "true"]]

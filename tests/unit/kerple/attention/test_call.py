@@ -56,6 +56,7 @@ INTEGERS = torch.zeros(1, 6, dtype=torch.long)
         ),
         ({"bias_table": torch.zeros(2, 5)}, r"bias_table \[2, 5\] must be \[2, at least 6\]"),
         ({"bias_table": torch.zeros(2, 6, 6)}, r"bias_table \[2, 6, 6\] must be \[2, at least 6\]"),
+        ({"bias_table": torch.zeros(2, 6, 6), "causal": False}, r"bias_table \[2, 6, 6\] .* pair"),
         ({"bias_table": torch.zeros(3, 2, 6), "causal": False}, r"bias_table \[3, 2, 6\]"),
         ({"weight_table": torch.zeros(3, 6)}, r"weight_table \[3, 6\]"),
         (
