@@ -70,6 +70,13 @@ class DistanceMap:
         return self
 
 
+def divided(distance: Tensor, divisor: float) -> Tensor:
+    """distance / divisor, rounded once. T5's buckets begin at integers, and 18 / 1.2 is below 15 if
+    1.2 is rounded to float32.
+    """
+    return (distance.double() / divisor).to(distance.dtype)
+
+
 @dataclass(frozen=True)
 class Clip(DistanceMap):
     """min(δ, window)."""
@@ -96,7 +103,7 @@ class Leaky(DistanceMap):
     factor: float
 
     def __call__(self, distance: Tensor) -> Tensor:
-        far = self.window + (distance - self.window) / self.factor
+        far = self.window + divided(distance - self.window, self.factor)
         return torch.where(distance < self.window, distance, far)
 
     def far_positions(
@@ -137,7 +144,7 @@ class Linear(DistanceMap):
     divisor: float | None = None
 
     def __call__(self, distance: Tensor) -> Tensor:
-        return distance / self._divisor
+        return divided(distance, self._divisor)
 
     def far_positions(
         self, query_positions: Tensor, key_positions: Tensor

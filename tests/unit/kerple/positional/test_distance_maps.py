@@ -27,6 +27,16 @@ def test_formulas(distance_map):
     assert torch.equal(distance_map(distance)[: distance_map.near], distance[: distance_map.near])
 
 
+@pytest.mark.parametrize(("length", "longer"), [(20, 24), (48, 80), (1000, 1200), (300, 700)])
+def test_integers_stay_integers(length, longer):
+    """T5's buckets begin at integers, so a distance must not end just below one."""
+    distances = torch.arange(longer).float()
+    exact = torch.tensor([distance * length // longer for distance in range(longer)])
+    assert torch.equal(Linear(length).at_length(longer)(distances).long(), exact)
+    beyond_window = Leaky(1, longer / length)(distances)[1:].long() - 1
+    assert torch.equal(beyond_window, exact[:-1])
+
+
 @pytest.mark.parametrize("distance_map", [m for m in FORMULAS if m.piecewise_linear])
 def test_far_positions(distance_map):
     query, key = torch.arange(50, 70), torch.arange(44)
