@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 from kerple.attention import Attention
 from kerple.positional import ModelShape, PositionalMethod, build_layers
+from kerple.positional.wrappers import Randomized
 from kerple.transformers.mask import (
     attention_of,
     check_inputs,
@@ -367,6 +368,11 @@ def _build(
     for name, reason in UNAVAILABLE.items():
         if name in methods[0].hooks:
             raise NotImplementedError(f"{type(methods[0]).__name__} needs {reason}")
+    if isinstance(methods[0], Randomized):
+        raise NotImplementedError(
+            "random_range: random positions are drawn for each training step and each length of a "
+            "text, which transformers does not announce; remove the option"
+        )
     if methods[0].causal_only and not all(call.is_causal for call in calls):
         raise NotImplementedError(
             f"{type(methods[0]).__name__} has no meaning for keys after the query, which this "
@@ -378,7 +384,7 @@ def _build(
 
 def _attach(model: PreTrainedModel, state: _State) -> None:
     """Register the methods in the model, so that they are trained, saved and moved with it."""
-    setattr(model, MODULE, nn.ModuleList(state.methods))
+    setattr(model, MODULE, nn.ModuleList(state.methods).train(model.training))
     # Not as submodules of the layers, where shared parameters would have several names.
     for module, attention in state.attention.items():
         module.__dict__["_kerple_attention"] = attention

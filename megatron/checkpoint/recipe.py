@@ -8,6 +8,7 @@ from megatron.checkpoint.configuration import (
     DROPOUTS,
     NOT_IN_RECIPE,
     RECIPE,
+    code_digests,
     saved_config,
     saved_training,
 )
@@ -110,8 +111,8 @@ def _recipe(config: Config) -> dict[str, Any]:
 
 def training_recipe(step: Path, saved: Config) -> str:
     """16 hexadecimal digits that identify how a checkpoint was trained, except for its seed: its
-    configuration, without what does not change the training, and the data, batch size, precision
-    and earlier recipes that its state records.
+    configuration, without what does not change the training, and the data, batch size, precision,
+    code of an external method and earlier recipes that its state records.
 
     saved: its `checkpoint_config`.
     """
@@ -121,6 +122,8 @@ def training_recipe(step: Path, saved: Config) -> str:
     except CheckpointError:
         state = {}
     training = saved_training(step)
+    if training.get("code"):
+        keys["code"] = training["code"]
     data = sorted({*training.get("data", {}).values(), *training.get("trained_documents", {})})
     batch, precision = state.get("global_batch"), state.get("precision")
     earlier = training.get("earlier_recipes", [])
@@ -140,6 +143,7 @@ def earlier_recipes(step: Path, config: Config, global_batch: int) -> list[str]:
     before = saved.training.seed, state.get("global_batch"), state.get("precision")
     now = config.training.seed, global_batch, config.precision.dtype
     is_same = same_training(saved, config) and before == now
+    is_same = is_same and saved_training(step).get("code", []) == code_digests(config.model)
     settings = config.checkpoint
     starts_anew = settings.finetune or settings.no_load_optim or settings.no_load_rng
     if is_same and not starts_anew:

@@ -156,7 +156,7 @@ def _evaluate(
                 "number of tokens"
             )
     tokenizer = _build_tokenizer(models, config, options, report)
-    text = _read_text(config, tokenizer, options)
+    text = _read_text(config, tokenizer, options, report)
     trained_texts: list[str | None] = [None] * len(models)
     if options.text is None:
         trained_texts = _check_data(models, config, options.split, report)
@@ -399,14 +399,16 @@ def _check_data(
     return trained_texts
 
 
-def _read_text(config: Config, tokenizer: Tokenizer | None, options: argparse.Namespace) -> Text:
+def _read_text(
+    config: Config, tokenizer: Tokenizer | None, options: argparse.Namespace, report: Report
+) -> Text:
     """The text of --text, or of the split. Its `bos` is that of --bos."""
     bos = None
     if tokenizer is not None:
         bos = first_token(tokenizer, options.bos)
     if options.text is not None:
         assert tokenizer is not None
-        return replace(text_of_file(options.text, tokenizer), bos=bos)
+        return replace(text_of_file(options.text, tokenizer, report), bos=bos)
     try:
         return replace(evaluation_text(config, tokenizer, options.split), bos=bos)
     except UserError as error:

@@ -58,7 +58,7 @@ def evaluate_positional(description: str, argv: Sequence[str]) -> None:
             f"--checkpoint {name}: has no config.json; {OPTION} needs a model of transformers"
         )
     tokenizer = find_tokenizer(folder).build()
-    text = text_of_file(options.text, tokenizer)
+    text = text_of_file(options.text, tokenizer, print)
     text = replace(text, bos=first_token(tokenizer, options.bos))
 
     # Every method is added before the first is measured, because it may not fit.

@@ -27,6 +27,7 @@ from megatron.utils.processes import exit_with_parent
 WORK_ITEM_BYTES = 1 << 19
 ITEMS_IN_FLIGHT_PER_WORKER = 3
 
+MAX_NAMED_TOKENS = 5
 _LONG_TEXT = 1 << 20  # characters or ids; longer texts are processed in pieces
 _MAX_LENGTH = np.iinfo(np.int32).max  # tokens of a document in an .idx
 
@@ -116,6 +117,28 @@ def encode_chunks(
         encoded.lengths.append(np.array(lengths, dtype=np.int32))
         encoded.empty.append(len(documents) - len(lengths))
     return encoded
+
+
+def special_lines(counts: Counter[int], tokenizer: Tokenizer) -> Iterator[str]:
+    """What to tell the user about the special tokens in documents: id -> count."""
+    unknown = tokenizer.unknown_id
+    if unknown is not None and counts[unknown]:
+        yield (
+            f"warning: {counts[unknown]:,} tokens are the unknown token "
+            f"{tokenizer.detokenize([unknown])!r}: the tokenizer has no token for that text, which "
+            "is lost"
+        )
+    others = Counter({token: count for token, count in counts.items() if token != unknown})
+    if not others:
+        return
+    names = []
+    for token, count in others.most_common(MAX_NAMED_TOKENS):
+        effect = " (ends a document)" if token == tokenizer.eod else ""
+        names.append(f"{count:,} {tokenizer.detokenize([token])!r}{effect}")
+    yield (
+        f"{others.total():,} special tokens in documents were recognized, such as "
+        f"{', '.join(names)}"
+    )
 
 
 def _tokenize(texts: list[str], tokenizer: Tokenizer) -> Iterator[Iterable[list[int]]]:

@@ -30,7 +30,7 @@ from megatron.data.indexed_dataset import (
 )
 from megatron.preparation.decompression import BLOCK
 from megatron.preparation.documents import DocumentOptions, SkippedDocuments
-from megatron.preparation.encoding import WorkItem, encode_in_order, work_items
+from megatron.preparation.encoding import WorkItem, encode_in_order, special_lines, work_items
 from megatron.preparation.indexed_writer import (
     IndexedWriter,
     WriterState,
@@ -48,7 +48,6 @@ from megatron.utils.progress import Progress, readable_size
 
 # A kill loses at most this much work. Each commit takes a fraction of a second.
 COMMIT_INTERVAL_SECONDS = 10.0
-MAX_NAMED_TOKENS = 5
 
 
 def preprocess(
@@ -126,31 +125,9 @@ def preprocess(
     special: Counter[int] = Counter()
     for output in job.state.outputs:
         special.update(output.special)
-    for line in _special_lines(special, tokenizer):
+    for line in special_lines(special, tokenizer):
         print(line)
     return manifests
-
-
-def _special_lines(counts: Counter[int], tokenizer: Tokenizer) -> Iterator[str]:
-    """What to tell the user about the special tokens in documents: id -> count."""
-    unknown = tokenizer.unknown_id
-    if unknown is not None and counts[unknown]:
-        yield (
-            f"warning: {counts[unknown]:,} tokens are the unknown token "
-            f"{tokenizer.detokenize([unknown])!r}: the tokenizer has no token for that text, which "
-            "is lost"
-        )
-    others = Counter({token: count for token, count in counts.items() if token != unknown})
-    if not others:
-        return
-    names = []
-    for token, count in others.most_common(MAX_NAMED_TOKENS):
-        effect = " (ends a document)" if token == tokenizer.eod else ""
-        names.append(f"{count:,} {tokenizer.detokenize([token])!r}{effect}")
-    yield (
-        f"{others.total():,} special tokens in documents were recognized, such as "
-        f"{', '.join(names)}"
-    )
 
 
 def summary(prefix: str | Path, manifest: Manifest) -> str:

@@ -21,6 +21,14 @@ from megatron.utils.files import read_file
 _MAX_CHARACTERS = 1 << 20
 _BEFORE_SPACE = re.compile(r"(?<=\S)(?=[ \n])")
 
+# Characters with every byte of UTF-8 but zero: all of one byte and of two, and one for each first
+# byte of three and of four.
+_EVERY_BYTE = (
+    *range(1, 0x801),
+    *range(0x1000, 0x10000, 0x1000),
+    *range(0x10000, 0x110000, 0x40000),
+)
+
 # 256 byte symbols and the end-of-document token.
 MIN_VOCAB_SIZE = 257
 
@@ -113,8 +121,9 @@ class HuggingFaceTokenizer(_LibraryTokenizer):
 
     Truncation, padding and BPE dropout in the file are ignored (see `disable_effects`).
 
-    Raises UserError if the file is not a tokenizer.json, has no end-of-document token, or its
-    post-processor does more than adding a token at the start and tokens at the end.
+    Raises UserError if the file is not a tokenizer.json, has no end-of-document token, would drop
+    parts of a text (see `check_alphabet`), or its post-processor does more than adding a token at
+    the start and tokens at the end.
     """
 
     name = "HFTokenizer"
@@ -140,6 +149,7 @@ class HuggingFaceTokenizer(_LibraryTokenizer):
                 "names another (eos_token); add it with add_special_tokens of the tokenizers "
                 "library"
             )
+        check_alphabet(tokenizer, path)
         super().__init__(tokenizer, eod, fingerprint, text_initial_token(tokenizer, path))
 
 
@@ -152,6 +162,33 @@ def disable_effects(tokenizer: tokenizers.Tokenizer) -> None:
     tokenizer.no_padding()
     if isinstance(tokenizer.model, tokenizers.models.BPE):
         tokenizer.model.dropout = None
+
+
+def check_alphabet(tokenizer: tokenizers.Tokenizer, source: str | Path) -> None:
+    """Raises UserError if a BPE drops characters that it does not know. Other models, and BPE with
+    an unknown token or the fallback to bytes, have a token for them or fail.
+    """
+    model = tokenizer.model
+    if not isinstance(model, tokenizers.models.BPE):
+        return
+    if model.unk_token is not None or model.byte_fallback:
+        return
+
+    # With bytes as symbols, all of them must be known. Other symbols are those of any script.
+    remedy = "set its unk_token, or train it with initial_alphabet=ByteLevel.alphabet()"
+    if '"ByteLevel"' not in tokenizer.to_str():
+        raise UserError(
+            f"{source} has no unknown token, so characters that are not in its vocabulary would be "
+            f"dropped from texts; {remedy}"
+        )
+    split = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    ((symbols, _),) = split.pre_tokenize_str("".join(map(chr, _EVERY_BYTE)))
+    missing = set(symbols) - tokenizer.get_vocab().keys()
+    if missing:
+        raise UserError(
+            f"{source} lacks {len(missing)} of the bytes of UTF-8, so characters that contain them "
+            f"would be dropped from texts; {remedy}"
+        )
 
 
 class GPT2BPETokenizer(_LibraryTokenizer):
@@ -180,12 +217,7 @@ class GPT2BPETokenizer(_LibraryTokenizer):
             raise UserError(
                 f"vocab-file {vocab_file} has no {END_OF_DOCUMENT} token; in GPT-2's it is id 50256"
             )
-        missing = set(tokenizers.pre_tokenizers.ByteLevel.alphabet()) - vocab.keys()
-        if missing:
-            raise UserError(
-                f"vocab-file {vocab_file} is not in GPT-2's format: {len(missing)} of the 256 byte "
-                "symbols are missing"
-            )
+        check_alphabet(tokenizer, f"vocab-file {vocab_file}")
         super().__init__(tokenizer, vocab[END_OF_DOCUMENT], hashlib.sha256(content).hexdigest())
 
 

@@ -74,12 +74,17 @@ class Logger:
             self._text = self._open("train.log")
 
     def _open(self, name: str) -> TextIO:
-        folder = Path(self._config.logging.log_dir or "")
+        path = Path(self._config.logging.log_dir or "", name)
         try:
-            folder.mkdir(parents=True, exist_ok=True)
-            return open(folder / name, "a", encoding="utf-8", buffering=1)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            # A killed run may have left its last line without an end.
+            with open(path, "a+b") as stream:
+                stream.seek(max(0, stream.tell() - 1))
+                if stream.read(1) not in (b"", b"\n"):
+                    stream.write(b"\n")
+            return open(path, "a", encoding="utf-8", buffering=1)
         except OSError as error:
-            raise UserError(f"log-dir: cannot write to {folder}: {error.strerror}") from error
+            raise UserError(f"log-dir: cannot write to {path}: {error.strerror}") from error
 
     def start_metrics(self, state: TrainingState) -> None:
         """Open the metrics file, TensorBoard and Weights & Biases, for a run that starts from this

@@ -276,6 +276,13 @@ def test_a_method_given_as_an_object(tmp_path):
     assert not (tmp_path / "adapter").exists()
 
 
+@pytest.mark.parametrize("training", [True, False])
+def test_the_method_trains_as_the_model_does(training):
+    model = family_model("llama").train(training)
+    use_positional(model, "kerple_log")
+    assert {module.training for module in model.kerple_positional.modules()} == {training}
+
+
 @pytest.mark.parametrize(
     ("arguments", "options", "message"),
     [
@@ -284,6 +291,7 @@ def test_a_method_given_as_an_object(tmp_path):
         (("kerple_log",), {"layers": [2]}, r"layers \[2\]"),
         (("forgetting",), {}, "hidden states"),
         (("learned",), {}, "embed"),
+        (("kerple_log",), {"random_range": 300}, "random_range"),
     ],
 )
 def test_what_cannot_be_used(arguments, options, message):

@@ -41,6 +41,7 @@ def test_the_recipe_of_a_training(tmp_path):
         {"state": {"global_batch": 16}},
         {"state": {"precision": "bf16"}},
         {"state": {"training": {"data": {"a": "2"}}}},
+        {"state": {"training": {"data": {"a": "1"}, "code": ["5f"]}}},
     )
     recipes = {recipe(**keys) for keys in others}
     assert len(recipes | {first}) == len(others) + 1

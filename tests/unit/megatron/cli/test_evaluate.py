@@ -559,7 +559,7 @@ def test_the_token_at_the_beginning(tmp_path):
         tokenizer.bos = bos
         for choice, token in choices.items():
             options = argparse.Namespace(text=tmp_path / "text.txt", bos=choice)
-            assert evaluate._read_text(None, tokenizer, options).bos == token
+            assert evaluate._read_text(None, tokenizer, options, print).bos == token
 
 
 def test_a_folder_without_data_needs_a_text(tmp_path):

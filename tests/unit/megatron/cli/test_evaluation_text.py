@@ -10,12 +10,27 @@ from tests.support.errors import assert_rejected
 def test_documents_have_their_end_tokens(tmp_path):
     path = tmp_path / "two.jsonl"
     path.write_text('{"text": "ab"}\n{"text": "c"}\n')
-    text = text_of_file(path, CharLevelTokenizer())
+    lines = []
+    text = text_of_file(path, CharLevelTokenizer(), lines.append)
+    assert not lines
     assert text.tokens.tolist() == [*b"ab", 0, *b"c", 0]
     assert text.documents is not None
     assert text.documents.tolist() == [0, 3, 5]
     path.write_text("")
-    assert_rejected("two.jsonl", text_of_file, path, CharLevelTokenizer())
+    assert_rejected("two.jsonl", text_of_file, path, CharLevelTokenizer(), lines.append)
+
+
+class WithUnknown(CharLevelTokenizer):
+    unknown_id = ord("b")
+
+
+def test_unknown_tokens_are_reported(tmp_path):
+    path = tmp_path / "one.txt"
+    path.write_text("abcb")
+    lines = []
+    text_of_file(path, WithUnknown(), lines.append)
+    (line,) = lines
+    assert "2 tokens are the unknown token 'b'" in line
 
 
 class WithBeginning(CharLevelTokenizer):

@@ -191,7 +191,9 @@ def test_a_tokenizer_that_transformers_saves_again_is_imported(kind, tmp_path):
 
 def test_special_tokens_of_a_chat_model(tmp_path):
     """Documents end with <|endoftext|>, turns with another token, and padding has its own."""
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocab={"a": 0}, merges=[]))
+    tokenizer = tokenizers.Tokenizer(
+        tokenizers.models.BPE(vocab={"a": 0}, merges=[], unk_token="a")
+    )
     tokenizer.add_special_tokens(["<|endoftext|>", "<|im_end|>", "<pad>"])
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     values = {

@@ -157,6 +157,14 @@ def test_only_a_token_at_the_start_is_added(tokenizer_file, tmp_path, kind):
     assert tokenizer.tokenize_continuation(" world") == library.encode(" world").ids
 
 
+BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
+
+
+def _bpe(vocab, **parts):
+    model = {"type": "BPE", "vocab": vocab, "merges": []}
+    return json.dumps({"version": "1.0", "model": model, **parts})
+
+
 def _with_normalizer(normalizer):
     return json.dumps(
         json.loads(train_bpe(["some text"], 300).to_str()) | {"normalizer": normalizer}
@@ -167,10 +175,9 @@ def _with_normalizer(normalizer):
     ("content", "message"),
     [
         ('{"model": 3}', ""),
-        (
-            '{"version": "1.0", "model": {"type": "BPE", "vocab": {"a": 0}, "merges": []}}',
-            ".*special tokens: none",
-        ),
+        (_bpe({"a": 0}), ".*special tokens: none"),
+        (_bpe({"a": 0, "<|endoftext|>": 1}), ".*no unknown token"),
+        (_bpe({"a": 0, "<|endoftext|>": 1}, pre_tokenizer=BYTES), ".*lacks 240 of the bytes"),
         (_with_normalizer({"type": "Replace", "pattern": {"Regex": "("}, "content": "x"}), ""),
         (_with_normalizer({"type": "Precompiled", "precompiled_charsmap": "AAAA"}), ""),
         (_template("$A $A"), ".*post_processor.*2"),
@@ -180,6 +187,8 @@ def _with_normalizer(normalizer):
     ids=[
         "no tokenizer",
         "no end of document",
+        "unknown characters",
+        "unknown bytes",
         "invalid normalizer",
         "panic of the library",
         "repeated text",
@@ -214,7 +223,7 @@ def test_a_long_text_of_a_tokenizer_that_appends(tokenizer_file, tmp_path, monke
         ({"vocabulary": {"model": {}}}, r"vocab-file.*JSON.*tokenizer-type HFTokenizer"),
         ({"vocabulary": ["a", "b"]}, r"encoder\.json.*vocabulary"),
         ({"vocabulary": {"a": 0, "b": 1, "ab": 2}}, r"no <\|endoftext\|> token"),
-        ({"vocabulary": {"a": 0, "b": 1, "ab": 2, "<|endoftext|>": 3}}, "254.*256"),
+        ({"vocabulary": {"a": 0, "b": 1, "ab": 2, "<|endoftext|>": 3}}, "vocab-file.*lacks 239"),
         ({"merges": "#version: 0.2\na b\nc d e\n"}, r"vocab\.bpe.*Merges.*line"),
         ({"merges": "#version: 0.2\na c\n"}, r"vocab\.bpe.*vocab-file.*encoder\.json"),
     ],

@@ -221,6 +221,18 @@ def test_several_runs_in_one_folder_of_logs(tmp_path, data_path, capsys):
     assert first != others[0]
 
 
+def test_the_line_of_a_killed_run_does_not_swallow_the_next(tmp_path, data_path):
+    keys = {"log_dir": str(tmp_path / "logs"), "eval_iters": 0}
+    trained(tmp_path, data_path, **keys, train_iters=2)
+    path = tmp_path / "logs" / "metrics.jsonl"
+    content = path.read_bytes()
+    path.write_bytes(content[:-20])
+    trained(tmp_path, data_path, **keys, train_iters=4)
+    lines = path.read_bytes().splitlines()
+    assert lines[1] == content[:-20].splitlines()[-1]
+    assert [json.loads(line)["iteration"] for line in lines if line != lines[1]] == [1, 3, 4]
+
+
 def test_an_evaluation_does_not_write_to_save(tmp_path, data_path, wandb_offline):
     trained(tmp_path, data_path, train_iters=1)
     keys = {"use_wandb": True, "train_iters": 0, "load": str(tmp_path / "checkpoints")}
