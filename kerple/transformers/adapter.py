@@ -368,7 +368,7 @@ def _build(
     for name, reason in UNAVAILABLE.items():
         if name in methods[0].hooks:
             raise NotImplementedError(f"{type(methods[0]).__name__} needs {reason}")
-    if isinstance(methods[0], Randomized):
+    if any(isinstance(part, Randomized) for each in methods for part in each.modules()):
         raise NotImplementedError(
             "random_range: random positions are drawn for each training step and each length of a "
             "text, which transformers does not announce; remove the option"

@@ -240,6 +240,14 @@ def continue_texts(
     UserError if the model does not support the mode.
     """
     prompts = [tokens or [tokenizer.eod] for tokens in tokenizer.tokenize_batch(contexts)]
+    unknown = tokenizer.unknown_id
+    count = sum(tokens.count(unknown) for tokens in prompts if unknown is not None)
+    if count:
+        print(
+            f"notice: {count:,} tokens of the texts are the unknown token: the tokenizer has no "
+            "token for that text, which the model does not see",
+            file=sys.stderr,
+        )
 
     # Progress is counted in texts, because their lengths are not known in advance.
     with Progress("generating", len(prompts), log_interval=None, enabled=show_progress) as progress:

@@ -280,7 +280,8 @@ def _positional_method(config: Sections) -> Iterator[str]:
             "parallelism and ZeRO are supported)"
         )
 
-    randomized = [method for method in methods if isinstance(method, Randomized)]
+    of_layers = [each.method for each in methods if isinstance(each, PerLayer)]
+    randomized = [each for each in (*methods, *of_layers) if isinstance(each, Randomized)]
     random_rotation = any("rotate" in method.hooks for method in randomized)
     if config.data.reset_attention_mask and random_rotation:
         yield (
@@ -290,8 +291,6 @@ def _positional_method(config: Sections) -> Iterator[str]:
         )
 
     # Lengths of sequences in training and validation.
-    of_layers = [each.method for each in methods if isinstance(each, PerLayer)]
-    randomized += [method for method in of_layers if isinstance(method, Randomized)]
     random_ranges = {method.random.range for method in randomized}
     lengths = {"seq_length": model.seq_length, "seq_length_val": config.training.seq_length_val}
     given = [(name, length) for name, length in lengths.items() if length is not None]

@@ -26,7 +26,7 @@ _BEFORE_SPACE = re.compile(r"(?<=\S)(?=[ \n])")
 _EVERY_BYTE = (
     *range(1, 0x801),
     *range(0x1000, 0x10000, 0x1000),
-    *range(0x10000, 0x110000, 0x40000),
+    *(0x10000, 0x40000, 0x80000, 0xC0000, 0x100000),
 )
 
 # 256 byte symbols and the end-of-document token.
@@ -97,8 +97,14 @@ class _LibraryTokenizer(Tokenizer):
             return self._tokenizer.decode([int(token) for token in ids], skip_special_tokens=False)
 
     def byte_lengths(self) -> np.ndarray | None:
-        # In a byte-level vocabulary each character of a token is one byte.
+        # In a byte-level vocabulary each character of a token is one byte, except for marks of the
+        # end or the middle of a word.
+        model = self._tokenizer.model
         if not isinstance(self._tokenizer.decoder, tokenizers.decoders.ByteLevel):
+            return None
+        if getattr(model, "end_of_word_suffix", None):
+            return None
+        if getattr(model, "continuing_subword_prefix", None):
             return None
 
         # Special tokens stand for their text, except those around documents.
@@ -166,28 +172,31 @@ def disable_effects(tokenizer: tokenizers.Tokenizer) -> None:
 
 def check_alphabet(tokenizer: tokenizers.Tokenizer, source: str | Path) -> None:
     """Raises UserError if a BPE drops characters that it does not know. Other models, and BPE with
-    an unknown token or the fallback to bytes, have a token for them or fail.
+    an unknown token, have a token for them or fail.
     """
     model = tokenizer.model
-    if not isinstance(model, tokenizers.models.BPE):
-        return
-    if model.unk_token is not None or model.byte_fallback:
+    if not isinstance(model, tokenizers.models.BPE) or model.unk_token is not None:
         return
 
-    # With bytes as symbols, all of them must be known. Other symbols are those of any script.
-    remedy = "set its unk_token, or train it with initial_alphabet=ByteLevel.alphabet()"
-    if '"ByteLevel"' not in tokenizer.to_str():
+    # Most vocabularies have the bytes of UTF-8 as symbols. Otherwise characters are symbols.
+    symbols = "".join(map(chr, _EVERY_BYTE))
+    parts = json.loads(tokenizer.to_str())
+    if '"ByteLevel"' in json.dumps([parts["normalizer"], parts["pre_tokenizer"]]):
+        bytes_only = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        ((symbols, _),) = bytes_only.pre_tokenize_str(symbols)
+
+    # A symbol can have other tokens at the beginning, in the middle and at the end of a word.
+    dropped = []
+    for symbol in sorted(set(symbols)):
+        word = 3 * symbol
+        lengths = [token.offsets[1] - token.offsets[0] for token in model.tokenize(word)]
+        if sum(lengths) < len(word.encode()):
+            dropped.append(symbol)
+    if dropped:
         raise UserError(
-            f"{source} has no unknown token, so characters that are not in its vocabulary would be "
-            f"dropped from texts; {remedy}"
-        )
-    split = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    ((symbols, _),) = split.pre_tokenize_str("".join(map(chr, _EVERY_BYTE)))
-    missing = set(symbols) - tokenizer.get_vocab().keys()
-    if missing:
-        raise UserError(
-            f"{source} lacks {len(missing)} of the bytes of UTF-8, so characters that contain them "
-            f"would be dropped from texts; {remedy}"
+            f"{source} has no token for {len(dropped)} of {len(set(symbols))} symbols, such as "
+            f"{dropped[0]!r}, so it would drop them from texts; set its unk_token, or train it "
+            "with initial_alphabet=ByteLevel.alphabet()"
         )
 
 

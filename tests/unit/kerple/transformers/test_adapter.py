@@ -292,6 +292,7 @@ def test_the_method_trains_as_the_model_does(training):
         (("forgetting",), {}, "hidden states"),
         (("learned",), {}, "embed"),
         (("kerple_log",), {"random_range": 300}, "random_range"),
+        (("per_layer",), {"methods": ["none", {"rotary": {"random_range": 300}}]}, "random_range"),
     ],
 )
 def test_what_cannot_be_used(arguments, options, message):

@@ -91,7 +91,7 @@ def test_records(tmp_path, monkeypatch, configuration, trained, capsys, keys, wo
     assert f"wrote {len(contexts)} texts to" in capsys.readouterr().out
 
 
-def test_the_space_between_a_prompt_and_the_text_of_sentencepiece(tmp_path, monkeypatch):
+def test_the_space_between_a_prompt_and_the_text_of_sentencepiece(tmp_path, monkeypatch, capsys):
     tokenizer = build_tokenizer(
         "SPMTokenizer", train_sentencepiece(tmp_path / "tokenizer.model", **LLAMA)
     )
@@ -107,6 +107,10 @@ def test_the_space_between_a_prompt_and_the_text_of_sentencepiece(tmp_path, monk
         small_gpt("none"), tokenizer, GenerationConfig(), contexts, seed=1, batch_size=2
     )
     assert [record["text"] for record in records] == [" Paris.", "Paris."]
+    assert not capsys.readouterr().err
+    monkeypatch.setattr(type(tokenizer), "unknown_id", tokenizer.tokenize("capital")[0])
+    continue_texts(small_gpt("none"), tokenizer, GenerationConfig(), contexts, seed=1, batch_size=2)
+    assert "1 tokens of the texts are the unknown token" in capsys.readouterr().err
 
 
 def test_modes(tmp_path, configuration):

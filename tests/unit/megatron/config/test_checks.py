@@ -81,6 +81,14 @@ from tests.support.errors import assert_rejected
             "reset_attention_mask.*random_range.*rotary",
         ),
         (
+            {
+                "pos-emb": "per_layer",
+                "pos-emb-options": {"methods": ["none", {"rotary": {"random_range": 64}}]},
+                "reset-attention-mask": True,
+            },
+            "reset_attention_mask.*random_range.*per_layer",
+        ),
+        (
             {"pos-emb-options": {"random_range": 24}, "seq-length-val": 32},
             "seq_length_val 32.*random_range 24",
         ),

@@ -157,11 +157,19 @@ def test_only_a_token_at_the_start_is_added(tokenizer_file, tmp_path, kind):
     assert tokenizer.tokenize_continuation(" world") == library.encode(" world").ids
 
 
+END = "<|endoftext|>"
 BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
+SYMBOLS = {byte: index for index, byte in enumerate(tokenizers.pre_tokenizers.ByteLevel.alphabet())}
+# Without the first byte of the characters from U+C0000 to U+FFFFF.
+SOME_BYTES = {f"<0x{byte:02X}>": 2 + byte for byte in range(256) if byte != 0xF3}
+MODEL_OPTIONS = ("byte_fallback", "end_of_word_suffix")
 
 
 def _bpe(vocab, **parts):
     model = {"type": "BPE", "vocab": vocab, "merges": []}
+    for name in MODEL_OPTIONS:
+        if name in parts:
+            model[name] = parts.pop(name)
     return json.dumps({"version": "1.0", "model": model, **parts})
 
 
@@ -176,8 +184,11 @@ def _with_normalizer(normalizer):
     [
         ('{"model": 3}', ""),
         (_bpe({"a": 0}), ".*special tokens: none"),
-        (_bpe({"a": 0, "<|endoftext|>": 1}), ".*no unknown token"),
-        (_bpe({"a": 0, "<|endoftext|>": 1}, pre_tokenizer=BYTES), ".*lacks 240 of the bytes"),
+        (_bpe({"a": 0, END: 1}), ".*no token for"),
+        (_bpe({"a": 0, END: 1, **SOME_BYTES}, byte_fallback=True), ".*no token for 1 of"),
+        (_bpe({"a": 0, END: 1}, pre_tokenizer=BYTES), ".*no token for 241 of"),
+        (_bpe({"a": 0, END: 1}, decoder=BYTES), ".*no token for"),
+        (_bpe({**SYMBOLS, END: 999}, pre_tokenizer=BYTES, end_of_word_suffix="@"), ".*no token"),
         (_with_normalizer({"type": "Replace", "pattern": {"Regex": "("}, "content": "x"}), ""),
         (_with_normalizer({"type": "Precompiled", "precompiled_charsmap": "AAAA"}), ""),
         (_template("$A $A"), ".*post_processor.*2"),
@@ -188,7 +199,10 @@ def _with_normalizer(normalizer):
         "no tokenizer",
         "no end of document",
         "unknown characters",
+        "few bytes to fall back to",
         "unknown bytes",
+        "bytes only in texts that are decoded",
+        "no bytes at the end of words",
         "invalid normalizer",
         "panic of the library",
         "repeated text",
@@ -223,7 +237,10 @@ def test_a_long_text_of_a_tokenizer_that_appends(tokenizer_file, tmp_path, monke
         ({"vocabulary": {"model": {}}}, r"vocab-file.*JSON.*tokenizer-type HFTokenizer"),
         ({"vocabulary": ["a", "b"]}, r"encoder\.json.*vocabulary"),
         ({"vocabulary": {"a": 0, "b": 1, "ab": 2}}, r"no <\|endoftext\|> token"),
-        ({"vocabulary": {"a": 0, "b": 1, "ab": 2, "<|endoftext|>": 3}}, "vocab-file.*lacks 239"),
+        (
+            {"vocabulary": {"a": 0, "b": 1, "ab": 2, "<|endoftext|>": 3}},
+            "vocab-file.*no token for 240",
+        ),
         ({"merges": "#version: 0.2\na b\nc d e\n"}, r"vocab\.bpe.*Merges.*line"),
         ({"merges": "#version: 0.2\na c\n"}, r"vocab\.bpe.*vocab-file.*encoder\.json"),
     ],
@@ -311,6 +328,7 @@ def test_only_texts_whose_ids_stay_are_split(tmp_path, monkeypatch, changes, tok
     pre_tokenizer = changes.get("pre_tokenizer")
     if pre_tokenizer is not None:
         changes = {"pre_tokenizer": content["pre_tokenizer"] | pre_tokenizer}
+    content["model"]["unk_token"] = "a"  # without bytes, many characters have no token
     path = tmp_path / "tokenizer.json"
     path.write_text(json.dumps(content | changes))
     monkeypatch.setattr(hugging_face, "_MAX_CHARACTERS", 4)
@@ -353,6 +371,14 @@ def test_byte_lengths_of_byte_level_tokens(tmp_path):
     assert len(ids) < len(texts[0].encode())
     assert any("\ufffd" in tokenizer.detokenize([token]) for token in ids)
     assert lengths[tokenizer.eod] == 0
+
+
+def test_marked_ends_of_words_have_no_bytes(tmp_path):
+    content = json.loads(train_bpe(["ab"], 257).to_str())
+    content["model"] |= {"end_of_word_suffix": "@", "unk_token": "a"}
+    path = tmp_path / "tokenizer.json"
+    path.write_text(json.dumps(content))
+    assert HuggingFaceTokenizer(path).byte_lengths() is None
 
 
 def test_rejected_calls(tmp_path):
