@@ -13,6 +13,7 @@ from torch import Tensor
 
 from kerple.positional import PositionalMethod, build_layers
 from megatron.checkpoint.directory import (
+    LAYER_FILE,
     OPTIMIZER_FILES,
     iteration_of,
     layer_files,
@@ -135,8 +136,13 @@ def _same(first: Tensor, second: Tensor) -> bool:
 def positional_methods(step: Path, config: ModelConfig) -> Iterator[tuple[str, PositionalMethod]]:
     """The positional methods of a checkpoint with their parameters: ("all layers", method) if the
     layers share one, or ("layer I", method) for each layer. Reads only the positional parameters.
+
+    Raises CheckpointError if layer files are missing, or are not those that were saved.
     """
     files = layer_files(step)
+    damage = find_damage(step, names=LAYER_FILE)
+    if damage is not None:
+        raise CheckpointError(damage)
     methods = build_layers(config.pos_emb, config.shape, **config.positional_options)
     blocks: Sequence[int] = range(2, config.num_layers + 2)
     if methods[0].shared:  # one that has a file

@@ -9,6 +9,7 @@ lost its manifest counts as damaged.
 import contextlib
 import hashlib
 import os
+import re
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -78,13 +79,17 @@ def read_manifest(step: Path) -> dict[str, FileRecord] | None:
 
 
 def find_damage(
-    step: Path, *, contents: bool = True, share: tuple[int, int] = (0, 1)
+    step: Path,
+    *,
+    contents: bool = True,
+    names: re.Pattern[str] | None = None,
+    share: tuple[int, int] = (0, 1),
 ) -> str | None:
     """The first file that does not match the manifest, as `FILE: what is wrong`. None for a valid
     checkpoint, and for one without a manifest that another program saved.
 
-    contents: read the files and compare checksums; if False, compare only sizes. share: (rank,
-    ranks), to check only this rank's part of the files.
+    contents: read the files and compare checksums; if False, compare only sizes. names: check only
+    the files with such names. share: (rank, ranks), to check only this rank's part of the files.
     """
     # Checkpoints of other programs have no manifest, which this project writes to all of its own.
     try:
@@ -124,9 +129,13 @@ def find_damage(
 
     # Largest first, so that equal numbers of files are roughly equal work.
     rank, ranks = share
-    names = sorted(records, key=lambda name: -records[name].size)[rank::ranks]
+    checked = sorted(records, key=lambda name: -records[name].size)
+    if names is not None:
+        checked = [name for name in checked if names.fullmatch(name)]
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
-        return next((damage for damage in pool.map(damage_of, names) if damage), None)
+        return next(
+            (damage for damage in pool.map(damage_of, checked[rank::ranks]) if damage), None
+        )
 
 
 def find_valid_step(

@@ -10,14 +10,11 @@ import numpy as np
 import tokenizers
 
 from megatron.checkpoint.storage import CheckpointError, read_json, write_json
-from megatron.tokenizer.hugging_face import byte_level_tokenizer, disable_effects
+from megatron.tokenizer.hugging_face import NUL, byte_level_tokenizer, disable_effects
 from megatron.tokenizer.interface import END_OF_DOCUMENT, TOKENIZER_CONFIG, SpecialTokens, Tokenizer
 from megatron.tokenizer.tokenizer import TokenizerFiles
 from megatron.utils.errors import UserError, first_line
 from megatron.utils.files import read_file
-
-# The character that represents byte 0 in GPT-2's byte-level alphabet.
-NUL = "\u0100"
 
 # A SentencePiece model is only exported if transformers gives the same ids for this text.
 SAMPLE = (

@@ -21,13 +21,16 @@ from megatron.utils.files import read_file
 _MAX_CHARACTERS = 1 << 20
 _BEFORE_SPACE = re.compile(r"(?<=\S)(?=[ \n])")
 
-# Characters with every byte of UTF-8 but zero: all of one byte and of two, and one for each first
-# byte of three and of four.
+# Characters with every byte of UTF-8: all of one byte and of two, and one for each first byte of
+# three and of four.
 _EVERY_BYTE = (
-    *range(1, 0x801),
+    *range(0x801),
     *range(0x1000, 0x10000, 0x1000),
     *(0x10000, 0x40000, 0x80000, 0xC0000, 0x100000),
 )
+
+# The character that represents byte 0 in GPT-2's byte-level alphabet.
+NUL = "\u0100"
 
 # 256 byte symbols and the end-of-document token.
 MIN_VOCAB_SIZE = 257
@@ -155,7 +158,8 @@ class HuggingFaceTokenizer(_LibraryTokenizer):
                 "names another (eos_token); add it with add_special_tokens of the tokenizers "
                 "library"
             )
-        check_alphabet(tokenizer, path)
+        # In exports of CharLevelTokenizer, zero ends documents.
+        check_alphabet(tokenizer, path, optional="\0" + NUL)
         super().__init__(tokenizer, eod, fingerprint, text_initial_token(tokenizer, path))
 
 
@@ -170,9 +174,9 @@ def disable_effects(tokenizer: tokenizers.Tokenizer) -> None:
         tokenizer.model.dropout = None
 
 
-def check_alphabet(tokenizer: tokenizers.Tokenizer, source: str | Path) -> None:
-    """Raises UserError if a BPE drops characters that it does not know. Other models, and BPE with
-    an unknown token, have a token for them or fail.
+def check_alphabet(tokenizer: tokenizers.Tokenizer, source: str | Path, optional: str = "") -> None:
+    """Raises UserError if a BPE drops characters that it does not know, except for the `optional`
+    symbols. Other models, and BPE with an unknown token, have a token for them or fail.
     """
     model = tokenizer.model
     if not isinstance(model, tokenizers.models.BPE) or model.unk_token is not None:
@@ -187,7 +191,7 @@ def check_alphabet(tokenizer: tokenizers.Tokenizer, source: str | Path) -> None:
 
     # A symbol can have other tokens at the beginning, in the middle and at the end of a word.
     dropped = []
-    for symbol in sorted(set(symbols)):
+    for symbol in sorted(set(symbols) - set(optional)):
         word = 3 * symbol
         lengths = [token.offsets[1] - token.offsets[0] for token in model.tokenize(word)]
         if sum(lengths) < len(word.encode()):

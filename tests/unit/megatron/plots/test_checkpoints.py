@@ -4,13 +4,14 @@ computed from the weights.
 """
 
 import math
+import shutil
 
 import huggingface_hub
 import numpy as np
 import pytest
 import torch
 
-from megatron.checkpoint.manifest import weights_fingerprint
+from megatron.checkpoint.manifest import weights_fingerprint, write_manifest_of_folder
 from megatron.evaluation.metrics.effective_length import LIMIT
 from megatron.plots.checkpoints import (
     adaptive_figure,
@@ -257,6 +258,18 @@ def test_kernels_are_those_of_the_evaluated_weights(tmp_path):
         "has other weights than those that were evaluated (fingerprint "
         f"{checkpoint['fingerprint']}); evaluate it again."
     )
+
+
+def test_weights_of_another_run_are_not_drawn(tmp_path):
+    """The manifest has the checksums of the weights that were saved."""
+    written_checkpoint(tmp_path / "run", 3)
+    step = tmp_path / "run" / "global_step3"
+    write_manifest_of_folder(step, 3)
+    assert distance_tables(tmp_path / "run", num_distances=4)
+    written_checkpoint(tmp_path / "other", 4)
+    for path in (tmp_path / "other" / "global_step4").glob("layer_*"):
+        shutil.copy(path, step)
+    assert_rejected("checksum", distance_tables, tmp_path / "run", num_distances=4)
 
 
 def test_kernels_of_the_lowest_seed_and_recorded_effective_lengths(tmp_path):

@@ -239,7 +239,7 @@ def test_a_long_text_of_a_tokenizer_that_appends(tokenizer_file, tmp_path, monke
         ({"vocabulary": {"a": 0, "b": 1, "ab": 2}}, r"no <\|endoftext\|> token"),
         (
             {"vocabulary": {"a": 0, "b": 1, "ab": 2, "<|endoftext|>": 3}},
-            "vocab-file.*no token for 240",
+            "vocab-file.*no token for 241",
         ),
         ({"merges": "#version: 0.2\na b\nc d e\n"}, r"vocab\.bpe.*Merges.*line"),
         ({"merges": "#version: 0.2\na c\n"}, r"vocab\.bpe.*vocab-file.*encoder\.json"),
