@@ -133,16 +133,21 @@ def _same(first: Tensor, second: Tensor) -> bool:
     return first.dtype == second.dtype and torch.equal(first, second)
 
 
-def positional_methods(step: Path, config: ModelConfig) -> Iterator[tuple[str, PositionalMethod]]:
-    """The positional methods of a checkpoint with their parameters: ("all layers", method) if the
-    layers share one, or ("layer I", method) for each layer. Reads only the positional parameters.
-
-    Raises CheckpointError if layer files are missing, or are not those that were saved.
+def verified_methods(step: Path, config: ModelConfig) -> Iterator[tuple[str, PositionalMethod]]:
+    """`positional_methods` of a checkpoint whose layer files are those that were saved. Raises
+    CheckpointError if they are not.
     """
-    files = layer_files(step)
     damage = find_damage(step, names=LAYER_FILE)
     if damage is not None:
         raise CheckpointError(damage)
+    return positional_methods(step, config)
+
+
+def positional_methods(step: Path, config: ModelConfig) -> Iterator[tuple[str, PositionalMethod]]:
+    """The positional methods of a checkpoint with their parameters: ("all layers", method) if the
+    layers share one, or ("layer I", method) for each layer. Reads only the positional parameters.
+    """
+    files = layer_files(step)
     methods = build_layers(config.pos_emb, config.shape, **config.positional_options)
     blocks: Sequence[int] = range(2, config.num_layers + 2)
     if methods[0].shared:  # one that has a file

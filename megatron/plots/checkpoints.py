@@ -24,7 +24,7 @@ from kerple.positional.dape import Adaptive
 from kerple.positional.fire import Fire
 from megatron.checkpoint.configuration import checkpoint_config
 from megatron.checkpoint.directory import find_step, looks_like_checkpoint
-from megatron.checkpoint.inspection import positional_methods
+from megatron.checkpoint.inspection import verified_methods
 from megatron.checkpoint.manifest import weights_fingerprint
 from megatron.convert.hub import local_checkpoint
 from megatron.data.streams import evaluation_stream
@@ -86,13 +86,13 @@ def distance_tables(
 ) -> list[DistanceTable]:
     """The tables of a checkpoint for distances 0 to `num_distances` - 1, empty if its method has
     neither bias nor weight. Only the positional parameters are read. Raises CheckpointError if the
-    checkpoint cannot be read.
+    checkpoint cannot be read or is damaged.
     """
     step = find_step(directory, iteration)
     config = checkpoint_config(step)
     distances = torch.arange(num_distances, dtype=torch.float32)
     tables = []
-    for label, method in positional_methods(step, config.model):
+    for label, method in verified_methods(step, config.model):
         bias = weight = effective_lengths = None
         if "bias" in method.hooks:
             bias, effective_lengths = method.bias(distances), method.effective_length(LIMIT)
