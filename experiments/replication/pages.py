@@ -61,6 +61,7 @@ RECORDS = Path(__file__).with_name("records")
 SWEEPS = ("c", "c-factor1", "prose", "latex")
 TRAIN_LENGTH, LONGEST = 128, 8192
 PLANNED_BASELINES = "alibi", "rpe", "kerple_power_ap_", "rotary"
+RANGES = "alibi", "kerple_log", "kerple_log_steep"
 RECALL_TRAIN_LENGTH = 64
 NO_LOSS = "sinusoidal"  # its losses beyond the training length are meaningless
 USED = 0.02  # nats: smaller gains from far text do not count
@@ -203,6 +204,7 @@ def blocks() -> dict[str, str]:
         "answer": answer(LONG_CONTEXT),
         "comparisons": comparison_table(records),
         "recall": recall_table(_recall()),
+        "bytes-ranges": range_table(BYTES.records()),
     }
     for name, experiment in PLANNED.items():
         planned = experiment.records()
@@ -375,6 +377,28 @@ def loss_table(records: Records) -> Table:
         lines.append(text_row((*_labels(pos_emb, runs), keys), cells))
     columns = tuple(map(format_length, lengths))
     return Table("losses", "Losses", ("method", "seeds", "keys"), columns, tuple(lines))
+
+
+def range_table(records: Records) -> Table:
+    """How far each head of each run sees, in order: the smallest distance with a bias below -2
+    (KERPLE, Figure 6). ALiBi's are those of every seed.
+    """
+    ranges: dict[tuple[str, ...], Sequence[int]] = {}
+    for record in records:
+        if record["kind"] != "effective_length" or record["pos_emb"] not in RANGES:
+            continue
+        seed = str(record["seed"])
+        if record["pos_emb"] == "alibi":
+            seed = "all"
+        (by_head,) = record["effective_lengths"]
+        ranges[method_name(record["pos_emb"]), seed] = sorted(by_head)
+    lines = []
+    for labels in sorted(ranges):
+        cells = [format_length(length) for length in ranges[labels]]
+        lines.append(text_row(labels, cells))
+    heads = max(map(len, ranges.values()))
+    columns = tuple(f"head {number + 1}" for number in range(heads))
+    return Table("ranges", "Ranges", ("method", "seed"), columns, tuple(lines))
 
 
 def _labels(pos_emb: str, runs: DataFrame) -> tuple[str, str]:

@@ -76,6 +76,25 @@ def test_text_that_is_used_and_text_that_costs():
     assert pages.cost_of_far_text(found).endswith(": ALiBi -0.02 to -0.02, T5 +0.30 to +0.40.")
 
 
+def test_ranges_of_heads_are_sorted():
+    records = []
+    for pos_emb, seed, lengths in (
+        ("kerple_log", 12, [700, 2, 20480]),
+        ("alibi", 11, [5, 129, 9]),
+        ("alibi", 12, [5, 129, 9]),
+        ("kerple_power_ap_", 11, [1, 2, 3]),
+    ):
+        record = {"kind": "effective_length", "pos_emb": pos_emb, "seed": seed}
+        records.append({**record, "effective_lengths": [lengths]})
+    rows = [
+        [*row.labels, *(cell.text for cell in row.cells)] for row in pages.range_table(records).rows
+    ]
+    assert rows == [
+        ["ALiBi", "all", "5", "9", "129"],
+        ["KERPLE (log)", "12", "2", "700", "20,480"],
+    ]
+
+
 def test_blocks_are_replaced_and_unknown_ones_named(tmp_path, monkeypatch):
     monkeypatch.setattr(pages, "blocks", lambda: {"answer": "42"})
     (tmp_path / "docs" / "results").mkdir(parents=True)
