@@ -10,10 +10,12 @@ import importlib
 import importlib.util
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
+
+from torch import nn
 
 from kerple.positional.base import ModelShape, PositionalMethod
 
@@ -108,6 +110,21 @@ def place_in_plugin(error: BaseException) -> str | None:
         if frame.filename in files:
             return f"{frame.filename}, line {frame.lineno}, in {frame.name}"
     return None
+
+
+def source_digests(methods: Iterable[nn.Module]) -> list[str]:
+    """The SHA-256 (hexadecimal) of each file that defines the methods, their modules and base
+    classes, without those of `kerple`, torch and Python: the code of an external method.
+    """
+    known, files = {"kerple", "torch", *sys.stdlib_module_names}, set()
+    for method in methods:
+        for module in method.modules():
+            for base in type(module).__mro__:
+                # Classes that a notebook defines have no file.
+                file = getattr(sys.modules.get(base.__module__), "__file__", None)
+                if file is not None and base.__module__.partition(".")[0] not in known:
+                    files.add(file)
+    return [hashlib.sha256(Path(file).read_bytes()).hexdigest() for file in sorted(files)]
 
 
 def load_plugin(path_or_module: str | Path) -> None:

@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import safe_open
 from safetensors.torch import load, save
 from torch import Tensor, nn
@@ -17,8 +18,10 @@ from transformers import PreTrainedModel
 
 from kerple.attention import Attention
 from kerple.positional import ModelShape, PositionalMethod, build_layers
+from kerple.positional.registry import source_digests
 from kerple.positional.wrappers import Randomized
 from kerple.transformers.mask import (
+    MODULE,
     attention_of,
     check_inputs,
     forget_inputs,
@@ -27,17 +30,15 @@ from kerple.transformers.mask import (
 )
 from kerple.transformers.probes import Layer, check_removed, find_attention, remove_positions
 
-# The name of the module with the methods, and the files of an adapter.
-MODULE = "kerple_positional"
 # What is noted in modules, without registering it.
 MARKS = ("_kerple_attention", "_kerple_cross", "_kerple_removed", "_kerple_state")
 WEIGHTS, DESCRIPTION = "positional.safetensors", "positional.json"
-# The keys that describe a method, and further ones in DESCRIPTION and in config.json.
+# The keys that describe a method, and further ones in DESCRIPTION.
 DESCRIBED = {"method", "class", "options", "own_positions", "layers"}
-DESCRIBED |= {"num_layers", "num_heads", "head_size"}
-IN_DESCRIPTION, IN_CONFIG = {"sha256", "base_model", "embedding"}, {"load"}
-# Values of two embeddings of one model may differ by this part of the largest one: dtypes do.
-SAME_EMBEDDING = 0.02
+DESCRIBED |= {"num_layers", "num_heads", "head_size", "code"}
+IN_DESCRIPTION = {"sha256", "base_model", "samples"}
+# Values of two models that are the same may differ by this part of the largest one: dtypes do.
+SAME_WEIGHTS = 0.02
 # What a method may need that the interface does not pass.
 UNAVAILABLE = {
     "decay": "the hidden states of the layer, which transformers does not pass to attention",
@@ -45,19 +46,74 @@ UNAVAILABLE = {
 }
 
 
+class Methods(nn.Module):
+    """The methods of a model, or of a part of it: the module MODULE.
+
+    Attributes:
+        methods: one for all layers, or one for each.
+        load_positional: uint8, the description of the methods in JSON. Saved weights always have
+            this name, so that `from_pretrained` names it too if the method has no parameters.
+    """
+
+    load_positional: Tensor
+
+    def __init__(self, methods: Iterable[Attention], description: dict[str, Any]):
+        super().__init__()
+        self.methods = nn.ModuleList(methods)
+        self.register_buffer("load_positional", _encoded(description))
+
+    @property
+    def itself(self) -> "Methods":
+        """This module, also if peft has wrapped it (`modules_to_save`)."""
+        return self
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
+    ) -> None:
+        """Raises ValueError if the weights are those of other methods, and warns if they are those
+        of other code, also when a Trainer loads its checkpoint.
+        """
+        name = f"{prefix}load_positional"
+        if name in state_dict:
+            saved, own = _decoded(state_dict[name]), _decoded(self.load_positional)
+            if saved.pop("code") != own.pop("code"):
+                warnings.warn(
+                    f"the file of the method {own['class']} has changed since it was saved, so its "
+                    "weights may not fit it; if that was not on purpose, restore the file",
+                    stacklevel=2,
+                )
+            if saved != own:
+                raise ValueError(
+                    f"the weights are of the method {saved}, not of that which use_positional has "
+                    f"added, {own}; use the same"
+                )
+            # Of another size if the code has changed.
+            state_dict[name] = self.load_positional
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+
+
+def _encoded(description: dict[str, Any]) -> Tensor:
+    text = json.dumps(description, sort_keys=True)
+    return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+
+
+def _decoded(description: Tensor) -> Any:
+    return json.loads(bytes(description.tolist()))
+
+
 @dataclass(eq=False)
 class _State:
     """What `use_positional` did to a model.
 
-    previous: the attention implementations before, of all configurations. methods: those that are
-        registered in the model.
-    attention: the attention of the layers with a method. description: the content of DESCRIPTION.
+    previous: the attention implementations before, of all configurations.
+    methods: those that are registered in the model. description: the content of DESCRIPTION.
+    layers: the attention layers with a method -> its number, in the order of their calls.
     handles: hooks that check inputs, and that remove the model's own positions.
     """
 
     previous: list[tuple[Any, str]]
     methods: list[Attention] = field(default_factory=list)
-    attention: dict[nn.Module, Attention] = field(default_factory=dict)
+    layers: dict[nn.Module, int] = field(default_factory=dict)
     description: dict[str, Any] = field(default_factory=dict)
     handles: list[Any] = field(default_factory=list)
 
@@ -130,8 +186,8 @@ def use_positional(
         num_layers = len(calls)
         calls = [calls[index] for index in chosen]
         methods = _build(method, calls, model, options)
-        for call, own in zip(calls, methods * (len(calls) // len(methods)), strict=True):
-            state.attention[call.module] = own
+        for number, call in enumerate(calls):
+            state.layers[call.module] = number % len(methods)
         state.methods = methods
         state.description = {
             "method": method if isinstance(method, str) else None,
@@ -142,6 +198,7 @@ def use_positional(
             "num_layers": num_layers,
             "num_heads": calls[0].num_heads,
             "head_size": calls[0].head_size,
+            "code": source_digests(each.positional for each in methods if each.positional),
         }
         _attach(model, state)
         if own_positions == "remove":
@@ -156,8 +213,8 @@ def save_positional(model: PreTrainedModel, folder: str | Path) -> None:
     """Write the method of a model, with its parameters, to a folder: `positional.safetensors` and
     `positional.json`. Raises ValueError if the model has none, or one that was given as an object.
 
-    A few values of the token embedding are stored too, by which `load_positional` recognizes the
-    model. If all weights were trained, save the model at the same time.
+    A few values of the token embedding and of each layer are stored too, by which `load_positional`
+    recognizes the model. If all weights were trained, save the model at the same time.
     """
     description = dict(_state_of(model).description)
     if description["method"] is None:
@@ -166,8 +223,8 @@ def save_positional(model: PreTrainedModel, folder: str | Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     owner: Any = _owner(model)
     description["base_model"] = owner.config._name_or_path
-    description["embedding"] = _sample(_embedding_of(owner))
-    module = getattr(owner, MODULE)
+    description["samples"] = [_sample(tensor) for tensor in _recognized(owner)]
+    module = getattr(owner, MODULE).itself
     weights = {name: tensor.detach().contiguous() for name, tensor in module.state_dict().items()}
     data = save(weights, metadata={"format": "pt"})
     text = json.dumps({**description, "sha256": _digest(description, data)}, indent=1) + "\n"
@@ -184,13 +241,57 @@ def load_positional(model: PreTrainedModel, folder: str | Path) -> PreTrainedMod
     folder: written by `save_positional`, or by `save_pretrained` (also by Trainer) of a model with
         a method, whose weights contain the method's.
 
-    Warns if the token embedding is not that of the model that was saved: its parameters were then
-    trained with other weights. Raises ValueError if the folder has no method, or one that does not
-    fit; see `use_positional`.
+    Warns if the method's parameters were trained with other weights than the model's: if a value
+    of the token embedding or of a layer differs by more than 2 % of the largest one that is
+    compared. Warns also if the file of a method of one's own has changed. Raises ValueError if the
+    folder has no method, or one that does not fit; see `use_positional`.
     """
-    # The method as it was saved, with new parameters.
     folder = Path(folder)
-    description, weights = _read(folder, model)
+    parts, files = _read(folder)
+    loaded: list[PreTrainedModel] = []
+    try:
+        for name, (description, weights) in parts.items():
+            part = _part(model, name, folder)
+            loaded.append(part)
+            _load(part, description, weights, folder)
+            # Nothing else tells whether they were trained with these weights.
+            saved = description.get("samples")
+            if saved is None:
+                saved = _stored_samples(files, model, part)
+            if _differ(saved, [_sample(tensor) for tensor in _recognized(part)]):
+                saved_model = description.get("base_model") or "another model"
+                warnings.warn(
+                    f"{folder}: the method was saved with the weights of {saved_model}, which are "
+                    "not those of the model that it is added to, so its parameters do not fit; "
+                    "load the model that was trained with the method",
+                    stacklevel=2,
+                )
+    except Exception:
+        for part in loaded:
+            use_positional(part, None)
+        raise
+    return model
+
+
+def _part(model: PreTrainedModel, name: str, folder: Path) -> PreTrainedModel:
+    """The part of a model with this name, which had the method; the model itself if it is empty."""
+    if name == model.base_model_prefix and not hasattr(model, name):
+        return model
+    try:
+        part = model.get_submodule(name)
+    except AttributeError as error:
+        raise ValueError(
+            f"{folder}: its method is that of the part {name!r}, which {type(model).__name__} does "
+            "not have; load the complete model that was saved"
+        ) from error
+    assert isinstance(part, PreTrainedModel)
+    return part
+
+
+def _load(
+    model: PreTrainedModel, description: dict[str, Any], weights: dict[str, Tensor], folder: Path
+) -> None:
+    """Add a method as it was saved, with its parameters. Raises ValueError if it does not fit."""
     use_positional(
         model,
         description["method"],
@@ -203,27 +304,14 @@ def load_positional(model: PreTrainedModel, folder: str | Path) -> PreTrainedMod
     found = _state_of(model).description
     for name in ("num_layers", "num_heads", "head_size"):
         if found[name] != description[name]:
-            use_positional(model, None)
             raise ValueError(
                 f"{folder}: was saved for {name} {description[name]}, but the model has "
                 f"{found[name]}"
             )
     try:
         getattr(model, MODULE).load_state_dict(weights)
-    except RuntimeError as error:
-        use_positional(model, None)
+    except (RuntimeError, ValueError) as error:
         raise ValueError(f"{folder}: {error}") from error
-
-    # Nothing else tells whether they were trained with these weights.
-    if _differ(description.get("embedding"), _sample(_embedding_of(model))):
-        saved = description.get("base_model") or "another model"
-        warnings.warn(
-            f"{folder}: the method was saved with the weights of {saved}, which are not those of "
-            "the model that it is added to, so its parameters do not fit; load the model that was "
-            "trained with the method",
-            stacklevel=2,
-        )
-    return model
 
 
 def _embedding_of(model: PreTrainedModel) -> Tensor:
@@ -232,56 +320,85 @@ def _embedding_of(model: PreTrainedModel) -> Tensor:
     return embedding
 
 
-def _sample(embedding: Tensor) -> list[float] | None:
-    """Two values in each of the rows 1, 2, 4, 8 ... of a token embedding `[tokens, hidden]`. None
-    if they are elsewhere: offloaded, or split over ranks.
+def _recognized(model: nn.Module) -> list[Tensor]:
+    """The weights by which a model is recognized: the token embedding, and the first matrix of each
+    attention layer with a method.
     """
-    embedding = embedding.detach()
-    if type(embedding) is not Tensor or embedding.is_meta or embedding.dim() != 2:
+    owner: Any = _owner(model)
+    found = [_embedding_of(owner)]
+    for layer in _state_of(model).layers:
+        matrices = [each for each in layer.parameters() if each.dim() == 2]
+        found += matrices[:1]
+    return found
+
+
+def _sample(weight: Tensor) -> list[float] | None:
+    """Two values in each of the rows 1, 2, 4, 8 ... of a matrix. None if they are elsewhere:
+    offloaded, split over ranks, or quantized.
+    """
+    weight = weight.detach()
+    if type(weight) is not Tensor or weight.is_meta or not weight.is_floating_point():
         return None
     values: list[float] = []
     row = 1
-    while row < len(embedding):
-        values += embedding[row, :2].float().tolist()
+    while row < len(weight):
+        values += weight[row, :2].float().tolist()
         row *= 2
     return values
 
 
-def _differ(saved: list[float] | None, found: list[float] | None) -> bool:
-    """Whether two samples are of other models. New tokens at the end make no difference."""
-    if not saved or not found:
-        return False
-    pairs = list(zip(saved, found, strict=False))
-    largest = max(abs(value) for value, _ in pairs)
-    return any(abs(one - other) > SAME_EMBEDDING * largest for one, other in pairs)
+def _stored_samples(
+    files: list[Path], model: nn.Module, part: nn.Module
+) -> list[list[float] | None]:
+    """The samples of the weights of a part in the files of a saved model; None of those that have
+    another name there.
+    """
+    stored = {}
+    for path in files:
+        with safe_open(path, framework="pt") as file:
+            stored.update(dict.fromkeys(file.keys(), path))
+
+    # A weight may have several names, of which one is stored.
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    samples = []
+    for weight in _recognized(part):
+        sample = None
+        for name in names[id(weight)]:
+            if name in stored:
+                with safe_open(stored[name], framework="pt") as file:
+                    sample = _sample(file.get_tensor(name))
+        samples.append(sample)
+    return samples
 
 
-def _read(folder: Path, model: PreTrainedModel) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """The description and the weights of the method in a folder, for this model."""
-    config = folder / "config.json"
-    description = None
-    if config.is_file():
-        description = json.loads(config.read_text()).get(MODULE)
+def _differ(saved: list[list[float] | None], found: list[list[float] | None]) -> bool:
+    """Whether two models have other samples. New tokens at the end make no difference."""
+    for one, other in zip(saved, found, strict=True):
+        if not one or not other:
+            continue
+        pairs = list(zip(one, other, strict=False))
+        largest = max(abs(value) for value, _ in pairs)
+        if any(abs(first - second) > SAME_WEIGHTS * largest for first, second in pairs):
+            return True
+    return False
+
+
+def _read(
+    folder: Path,
+) -> tuple[dict[str, tuple[dict[str, Any], dict[str, Tensor]]], list[Path]]:
+    """The description and the weights of the methods in a folder, by the part of the model, "" in
+    an adapter; and the files of a model that was saved with its methods.
+    """
     if (folder / DESCRIPTION).is_file():
-        if description is not None:
+        config = folder / "config.json"
+        if config.is_file() and MODULE in json.loads(config.read_text()):
             raise ValueError(
                 f"{folder}: has both {DESCRIPTION} and a model that was saved with a method; "
                 "remove one of them"
             )
-        return _read_adapter(folder)
-
-    # A complete model, in one file or several.
-    if description is None:
-        raise ValueError(
-            f"{folder}: has neither {DESCRIPTION} nor a model that was saved with a method"
-        )
-    _check_keys(description, f"{config}: {MODULE}", IN_CONFIG)
-    # The embedding may have several names.
-    embedding = _embedding_of(model)
-    names = []
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        if parameter is embedding:
-            names.append(name)
+        return {"": _read_adapter(folder)}, []
 
     # The files that from_pretrained reads; earlier ones may lie next to them.
     files = [folder / "model.safetensors"]
@@ -289,20 +406,26 @@ def _read(folder: Path, model: PreTrainedModel) -> tuple[dict[str, Any], dict[st
     if not files[0].exists():
         if not index_file.exists():
             raise ValueError(
-                f"{folder}: has neither {files[0].name} nor {index_file.name}; save the model "
-                "again, without `variant`"
+                f"{folder}: has neither {DESCRIPTION} nor {files[0].name} nor {index_file.name}; "
+                "save the method, or the model with it, without `variant`"
             )
         index = json.loads(index_file.read_text())
         files = [folder / name for name in sorted(set(index["weight_map"].values()))]
-    weights = {}
+
+    weights: dict[str, dict[str, Tensor]] = {}
     for path in files:
         with safe_open(path, framework="pt") as file:
             for name in file.keys():  # noqa: SIM118
-                if name.startswith(f"{MODULE}."):
-                    weights[name.removeprefix(f"{MODULE}.")] = file.get_tensor(name)
-                if name in names:
-                    description["embedding"] = _sample(file.get_tensor(name))
-    return description, weights
+                part, is_method, own = name.rpartition(f"{MODULE}.")
+                if is_method:
+                    of_part = weights.setdefault(part.removesuffix("."), {})
+                    of_part[own] = file.get_tensor(name)
+    if not weights:
+        raise ValueError(f"{folder}: is a model that was saved without a method")
+    parts = {}
+    for part, tensors in weights.items():
+        parts[part] = _decoded(tensors["load_positional"]), tensors
+    return parts, files
 
 
 def _read_adapter(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -311,7 +434,11 @@ def _read_adapter(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
         description = json.loads((folder / DESCRIPTION).read_text())
     except ValueError as error:
         raise ValueError(f"{folder / DESCRIPTION}: is damaged ({error})") from error
-    _check_keys(description, str(folder / DESCRIPTION), IN_DESCRIPTION)
+    keys = DESCRIBED | IN_DESCRIPTION
+    if not isinstance(description, dict) or description.keys() != keys:
+        raise ValueError(
+            f"{folder / DESCRIPTION}: must have exactly the keys {', '.join(sorted(keys))}"
+        )
     # Weights and description are two files, which must be of the same call.
     data = (folder / WEIGHTS).read_bytes()
     if description.pop("sha256") != _digest(description, data):
@@ -326,13 +453,6 @@ def _digest(description: dict[str, Any], weights: bytes) -> str:
     """SHA-256 (hexadecimal) of both files of an adapter."""
     text = json.dumps(description, sort_keys=True)
     return hashlib.sha256(text.encode() + weights).hexdigest()
-
-
-def _check_keys(description: Any, place: str, further: set[str]) -> None:
-    """Raises ValueError unless `description` has exactly the keys of a method and `further`."""
-    keys = DESCRIBED | further
-    if not isinstance(description, dict) or description.keys() != keys:
-        raise ValueError(f"{place}: must have exactly the keys {', '.join(sorted(keys))}")
 
 
 def _build(
@@ -384,10 +504,14 @@ def _build(
 
 def _attach(model: PreTrainedModel, state: _State) -> None:
     """Register the methods in the model, so that they are trained, saved and moved with it."""
-    setattr(model, MODULE, nn.ModuleList(state.methods).train(model.training))
-    # Not as submodules of the layers, where shared parameters would have several names.
-    for module, attention in state.attention.items():
-        module.__dict__["_kerple_attention"] = attention
+    methods = Methods(state.methods, state.description).train(model.training)
+    setattr(model, MODULE, methods.to(_embedding_of(model).device))
+    # Not as submodules of the layers, where shared parameters would have several names; peft
+    # replaces the module that has them. A layer without a method has None.
+    for module in model.modules():
+        module.__dict__["_kerple_attention"] = None
+    for module, number in state.layers.items():
+        module.__dict__["_kerple_attention"] = (model, number)
     model.__dict__["_kerple_state"] = state
     # Users call parts, such as encoders. Some models call their body's parts instead of the body,
     # and wrappers call the body.
@@ -401,7 +525,7 @@ def _attach(model: PreTrainedModel, state: _State) -> None:
     call = "kerple.transformers.load_positional(model, FOLDER)"
     setattr(model.config, MODULE, {**copy.deepcopy(state.description), "load": call})
     for part in parts:
-        share_tables(part.config, state.methods)
+        share_tables(part.config, model)
 
 
 def _owner(model: nn.Module) -> nn.Module:

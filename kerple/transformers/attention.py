@@ -23,6 +23,7 @@ from kerple.transformers.mask import (
     check_separated,
     dense_mask,
     for_layer,
+    methods_of,
 )
 
 # Arguments of attention that change the scores in a way that no method here does.
@@ -78,7 +79,15 @@ def attention_forward(
         is_causal = bool(getattr(module, "is_causal", True))
     if PROBES.function is not None:
         return PROBES.function(module, query, key, value, scaling, is_causal), None
-    attention = getattr(module, "_kerple_attention", PLAIN)
+    if "_kerple_attention" not in module.__dict__:
+        raise ValueError(
+            f"{type(module).__name__} has attn_implementation {IMPLEMENTATION!r}, but its model "
+            "has no method; call use_positional or load_positional, or choose another one"
+        )
+    attention = PLAIN
+    if module.__dict__["_kerple_attention"] is not None:
+        owner, number = module.__dict__["_kerple_attention"]
+        attention = methods_of(owner)[number]
     if position_bias is not None and getattr(module, "_kerple_removed", False):
         position_bias = None
 
@@ -92,6 +101,16 @@ def attention_forward(
         visible = getattr(attention_mask, "visible", None)
         if visible is None:
             raise ValueError(f"{type(module).__name__} changes masks, which is not supported")
+        if key.shape[2] != visible.total:
+            raise ValueError(
+                f"attention has {key.shape[2]} keys, but the mask is for {visible.total}, so the "
+                f"cache of {type(module).__name__} is not supported; pass use_cache=False"
+            )
+        if visible.causal and not is_causal and not is_cross(module):
+            raise ValueError(
+                f"{type(module).__name__} has is_causal = False, but its mask is causal; set "
+                "config.is_causal = False for attention to later tokens"
+            )
         visible = for_layer(visible, query.device)
     else:
         check_separated(None)
@@ -100,11 +119,6 @@ def attention_forward(
             query.shape[2], key.shape[2], query.device, causal=is_causal, dense=attention_mask
         )
         visible.positions = _positions(attention_mask, query.shape[2])
-    if visible.kv_len > key.shape[2]:
-        raise ValueError(
-            f"attention has {key.shape[2]} keys, but the mask is for {visible.kv_len}; caches that "
-            "begin with keys of no token, as of prefix tuning, are not supported"
-        )
     method = attention.positional
     if visible.kv_offset and method is not None and method.counts_from_start:
         raise NotImplementedError(

@@ -20,10 +20,12 @@ from kerple.attention.tables import PositionTables
 
 # The name of the attention implementation.
 IMPLEMENTATION = "kerple"
-# id of a model's configuration -> the configuration, and the attention of the layers, which share
-# the tables of a forward pass. A copy of a model is not found here; its layers compute their tables
-# themselves.
-_SHARED: dict[int, tuple[weakref.ref[Any], list[weakref.ref[Attention]]]] = {}
+# The name of the module with the methods of a model.
+MODULE = "kerple_positional"
+# id of the configuration of a model or its part -> the configuration, and the model with a method,
+# whose layers share the tables of a forward pass. A copy of a model is not found here; its layers
+# compute their tables themselves.
+_SHARED: dict[int, tuple[weakref.ref[Any], weakref.ref[Any]]] = {}
 
 
 @dataclass(eq=False)
@@ -33,6 +35,7 @@ class Visible:
     Attributes:
         q_len, kv_len: s and t. A static cache has more keys, which are not in use.
         causal, window: as in `kerple.Attention`.
+        total: the number of keys with those that are not in use; 0 if it is not known.
         kv_offset: the number of earlier keys, which a cache has dropped.
         documents: the texts of the t keys of each row; None if each row is one text.
         dense: bool `[b, 1, s, t]`, True for what a query sees, if it is anything else.
@@ -45,6 +48,7 @@ class Visible:
     device: torch.device
     causal: bool = True
     window: int | None = None
+    total: int = 0
     kv_offset: int = 0
     documents: Documents | None = None
     dense: Tensor | None = None
@@ -78,7 +82,7 @@ class Inputs(threading.local):
     Attributes:
         owner: the model with a method. called: it or the part of it that was called; the parts that
             this calls do not change what its inputs ask for.
-        packed: several texts in a row, by position_ids that start again.
+        packed: several texts in a row.
         probabilities: those of all layers, by output_attentions.
     """
 
@@ -107,18 +111,31 @@ def note_inputs(owner: Any, model: Any, args: tuple[Any, ...], kwargs: dict[str,
     if asked is None:
         asked = getattr(model.config, "output_attentions", False)
     INPUTS.probabilities = bool(asked)
-    INPUTS.packed = False
+    INPUTS.packed = _has_texts(kwargs) or _restarts(inputs)
 
+
+def _has_texts(kwargs: dict[str, Any]) -> bool:
+    """Whether a row has several texts by what DataCollatorWithFlattening returns for attention of
+    other kinds: their ends, or the number of each token's text.
+    """
+    ends, numbers = kwargs.get("cu_seq_lens_q"), kwargs.get("seq_idx")
+    if ends is not None and len(ends) > 2:
+        return True
+    return numbers is not None and bool((numbers[:, 1:] != numbers[:, :-1]).any())
+
+
+def _restarts(inputs: dict[str, Any]) -> bool:
+    """Whether position_ids start again within a row."""
     # Padding, or None. Other masks say themselves which keys a query sees.
     padding = inputs.get("attention_mask")
     if padding is not None and (not isinstance(padding, Tensor) or padding.dim() != 2):
-        return
+        return False
 
     # Positions [b, s] or [1, s]. Those of models of images have three coordinates, [3, b, s], or
     # also the positions before them, [4, b, s].
     positions = inputs.get("position_ids")
     if positions is None or positions.dim() not in (2, 3) or positions.shape[-1] == 1:
-        return
+        return False
     if positions.dim() == 3 and len(positions) == 4:
         positions = positions[0]
     rows, length = positions.shape[-2:]
@@ -134,7 +151,7 @@ def note_inputs(owner: Any, model: Any, args: tuple[Any, ...], kwargs: dict[str,
         positions = positions.expand(len(is_text), -1)
         latest = positions.masked_fill(~is_text, -1).cummax(dim=1).values
         begins = positions[:, 1:] <= latest[:, :-1]
-    INPUTS.packed = bool((begins & is_text[:, 1:]).any())
+    return bool((begins & is_text[:, 1:]).any())
 
 
 @torch.compiler.disable
@@ -173,14 +190,15 @@ def forget_inputs(model: Any, *_: Any) -> None:
 
 
 def check_separated(ids: Tensor | None) -> None:
-    """Raises ValueError if position_ids pack several texts in a row, but the mask has one; ids
+    """Raises ValueError if the inputs pack several texts in a row, but the mask has one; ids
     `[b, t]` of its texts.
     """
     packed, INPUTS.packed = INPUTS.packed, False
     if packed and (ids is None or not bool(ids.any())):
         raise ValueError(
-            "position_ids start again within a row, but the model does not separate these texts; "
-            "pass use_cache=False and no attention_mask, or give each text a row of its own"
+            "the inputs have several texts in a row, but the model does not separate them; pass "
+            "position_ids that start again, use_cache=False and no attention_mask, or give each "
+            "text a row of its own"
         )
 
 
@@ -214,7 +232,7 @@ def attention_mask(
     used = first + q_length
     if mask_function is bidirectional_mask_function:
         used = kv_length
-    visible = Visible(q_length, used, torch.device(device), kv_offset=kv_offset)
+    visible = Visible(q_length, used, torch.device(device), total=kv_length, kv_offset=kv_offset)
 
     # Padding: False in the mask, which counts the tokens of the whole text.
     is_text = torch.ones(batch_size, used, dtype=torch.bool, device=device)
@@ -272,7 +290,7 @@ def _find_window(
     places = torch.arange(length, device=ids.device)
     sizes = []
     if local_size is not None:
-        sizes = [local_size, local_size + 1, local_size // 2 + 1]
+        sizes = [size for size in (local_size, local_size + 1, local_size // 2 + 1) if size > 0]
 
     # Three queries with all keys; and at the edge of each window, all queries with one key, because
     # in packed rows the texts of the three may be shorter than the window.
@@ -322,23 +340,35 @@ def attention_of(config: Any) -> list[Attention]:
     """The attention of the model with this configuration; empty if it has no method, or is no
     more.
     """
-    found, references = _SHARED.get(id(config), (None, []))
-    if found is None or found() is not config:
+    found, owner = _SHARED.get(id(config), (None, None))
+    if found is None or owner is None or found() is not config:
         return []
-    attentions = [reference() for reference in references]
-    return [attention for attention in attentions if attention is not None]
+    model = owner()
+    if model is None:
+        return []
+    return methods_of(model)
 
 
-def share_tables(config: Any, attentions: list[Attention] | None) -> None:
-    """Let the layers of the model with this configuration share their tables; None: no more."""
+def methods_of(model: Any) -> list[Attention]:
+    """The attention with the methods of a model: one for all layers, or one for each. If peft
+    trains a copy of them (`modules_to_save`), this copy.
+    """
+    return list(getattr(model, MODULE).methods)
+
+
+def share_tables(config: Any, model: Any) -> None:
+    """Let the layers of a model with a method share their tables; None: no more.
+
+    config: of the model or its part.
+    """
     key = id(config)
 
     def forget(_: object = None) -> None:
         _SHARED.pop(key, None)
 
     forget()
-    if attentions is not None:
-        _SHARED[key] = weakref.ref(config, forget), [weakref.ref(each) for each in attentions]
+    if model is not None:
+        _SHARED[key] = weakref.ref(config, forget), weakref.ref(model)
 
 
 def for_layer(visible: Visible, device: torch.device) -> Visible:

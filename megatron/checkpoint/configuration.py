@@ -1,8 +1,6 @@
 """The configuration saved with a checkpoint, and its comparison with that of a run."""
 
-import hashlib
 import os
-import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -10,7 +8,7 @@ from typing import Any
 import torch
 
 from kerple.positional import method_class, registered_names
-from kerple.positional.registry import canonical_name
+from kerple.positional.registry import canonical_name, source_digests
 from kerple.positional.rotary import SCALINGS
 from megatron.checkpoint.directory import iteration_of, read_state_file
 from megatron.checkpoint.storage import CheckpointError
@@ -24,7 +22,6 @@ from megatron.config.yaml_files import YamlEntry
 from megatron.config.yaml_files import read_file as read_yaml
 from megatron.tokenizer.interface import Tokenizer
 from megatron.utils.errors import UserError, visible
-from megatron.utils.files import read_file
 
 # Ignored keys of a checkpoint's configuration. The first ones would run code, or read and write
 # files, that the checkpoint's author chose (tasks of lm-evaluation-harness can contain code); the
@@ -222,18 +219,8 @@ def trained_tokenizer(step: Path) -> str | None:
 
 
 def code_digests(config: ModelConfig) -> list[str]:
-    """The SHA-256 of each file that defines the positional method and its base classes, without
-    those of `kerple`, torch and Python: the code of an external method.
-    """
-    known, files = {"kerple", "torch", *sys.stdlib_module_names}, set()
-    for method in config.build_on_meta():
-        for module in method.modules():
-            for base in type(module).__mro__:
-                # Classes that a notebook defines have no file.
-                file = getattr(sys.modules.get(base.__module__), "__file__", None)
-                if file is not None and base.__module__.partition(".")[0] not in known:
-                    files.add(file)
-    return [hashlib.sha256(read_file(file)).hexdigest() for file in sorted(files)]
+    """The `source_digests` of the positional method, without building its parameters."""
+    return source_digests(config.build_on_meta())
 
 
 def code_notice(step: Path, config: Config) -> str | None:

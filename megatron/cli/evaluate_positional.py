@@ -12,7 +12,7 @@ from typing import Any
 from transformers import AutoModelForCausalLM
 
 from kerple.transformers import load_positional, use_positional
-from kerple.transformers.adapter import MODULE
+from kerple.transformers.mask import MODULE
 from megatron.checkpoint.layers import DTYPES
 from megatron.cli.evaluation_options import add_options, changed_options, plan_losses
 from megatron.cli.evaluation_text import first_token, text_of_file

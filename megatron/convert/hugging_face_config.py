@@ -142,7 +142,7 @@ SELF_CONTAINED_KEYS |= {"positional_method", "positional_options"}
 SELF_CONTAINED_KEYS |= {POSITIONAL_CODE, TRAINED_DOCUMENTS}
 # Keys that transformers and libraries around it add, besides those of their own configurations.
 ADDED_KEYS = frozenset(("auto_map", "torch_dtype", "quantization_config", "tokenizer_class"))
-ADDED_KEYS |= {"kerple_positional", "num_labels", "is_decoder", "add_cross_attention"}
+ADDED_KEYS |= {"num_labels", "is_decoder", "add_cross_attention"}
 # Keys of other models, which transformers would ignore, or make it quantize the weights.
 REJECTED_KEYS = ("quantization_config", "num_experts", "num_local_experts", "n_routed_experts")
 # From this similarity on (of difflib), a key is a misspelling of one that is not in the file.
@@ -317,6 +317,12 @@ def _check_names(theirs: Mapping[str, Any], source: str) -> None:
     self-contained model, and for one of another model that is nearly the name of a key that is
     missing: its default would be used instead.
     """
+    if "kerple_positional" in theirs:
+        raise CheckpointError(
+            f"{source}: the model was saved with a method of kerple.transformers, which is no part "
+            "of an imported model; evaluate it with --positional FOLDER, or, if its weights have "
+            "no method, remove kerple_positional from config.json"
+        )
     for name in REJECTED_KEYS:
         if theirs.get(name) is not None:
             raise CheckpointError(

@@ -10,25 +10,18 @@ import numpy as np
 import tokenizers
 
 from megatron.checkpoint.storage import CheckpointError, read_json, write_json
-from megatron.tokenizer.hugging_face import NUL, byte_level_tokenizer, disable_effects
+from megatron.tokenizer.hugging_face import (
+    NUL,
+    SAMPLE,
+    byte_level_tokenizer,
+    disable_effects,
+    sample_texts,
+)
 from megatron.tokenizer.interface import END_OF_DOCUMENT, TOKENIZER_CONFIG, SpecialTokens, Tokenizer
 from megatron.tokenizer.tokenizer import TokenizerFiles
 from megatron.utils.errors import UserError, first_line
 from megatron.utils.files import read_file
 
-# A SentencePiece model is only exported if transformers gives the same ids for this text.
-SAMPLE = (
-    "def main(count=10):\n\treturn [x * 3.14 for x in range(count)]  # naïve – 東京 🙂\n\n"
-    "  The  end."
-)
-
-# What normalizers and pre-tokenizers change: case, digits, accents, ligatures, other widths.
-NORMALIZED = (
-    "1234567890 12 3",
-    "ÀÉ e\u0301 \ufb01 \uff21\u2460",
-    "HTTPServer's THE the",
-    "x  \u00a0\u3000y",
-)
 # Key of config.json: the `digest_of_ids` of the tokenizer in the folder.
 TOKENIZER_IDS = "tokenizer_ids_sha256"
 TOKENS_PER_TEXT = 64
@@ -150,6 +143,7 @@ def _write_sentencepiece(files: TokenizerFiles, tokenizer: Tokenizer, folder: Pa
 
     try:
         loaded = AutoTokenizer.from_pretrained(folder)
+        # transformers must give the same ids for a text.
         ids = loaded(SAMPLE)["input_ids"]
     except Exception as error:  # transformers converts the model, which can fail in many ways
         raise CheckpointError(
@@ -243,7 +237,8 @@ def digest_of_ids(tokenizer: Tokenizer) -> str:
     of the names and ids of its special tokens.
 
     A tokenizer that transformers has written anew, in another format, has the same digest; one with
-    another vocabulary, other merges, special tokens or another normalization has another.
+    another vocabulary, other merges, special tokens or another normalization has another, unless
+    that changes some rare sequence of characters only.
     """
     # Only some libraries recognize special tokens in a text, and white space alone.
     special = set(tokenizer.special_ids)
@@ -252,12 +247,10 @@ def digest_of_ids(tokenizer: Tokenizer) -> str:
         piece = tokenizer.detokenize([token])
         if token not in special and piece.strip() not in ("", SENTENCEPIECE_UNKNOWN):
             pieces.append(piece)
-    texts = [SAMPLE, *NORMALIZED]
-    for count in range(1, 33):
-        texts.append(f"a{' ' * count}b" + "\n" * count + "c" + "\t" * count + "d")
+    texts = sample_texts()
     for start in range(0, len(pieces), TOKENS_PER_TEXT):
-        texts.append("".join(pieces[start : start + TOKENS_PER_TEXT]))
-
+        some = pieces[start : start + TOKENS_PER_TEXT]
+        texts += ["".join(some), " ".join(some)]
     names = sorted(tokenizer.special_tokens.items())
     digest = hashlib.sha256(f"{tokenizer.eod} {tokenizer.bos} {names}".encode())
     for ids in tokenizer.tokenize_batch(texts):

@@ -22,7 +22,7 @@ from kerple.attention import Span, score_table
 from kerple.positional import Chunk, method_class
 from kerple.positional.dape import Adaptive
 from kerple.positional.fire import Fire
-from megatron.checkpoint.configuration import checkpoint_config
+from megatron.checkpoint.configuration import checkpoint_config, code_notice
 from megatron.checkpoint.directory import find_step, looks_like_checkpoint
 from megatron.checkpoint.inspection import verified_methods
 from megatron.checkpoint.manifest import weights_fingerprint
@@ -434,6 +434,7 @@ def add_weight_figures(sources: Sources) -> None:
                     path, iteration, model=model, name=figure_name
                 )
                 tables = distance_tables(path, iteration, num_distances=longest[setting, pos_emb])
+                sources.notes += _code_notes(path, iteration)
             except (UserError, OSError) as error:
                 sources.notes.append(f"No kernels are plotted for {model}: {error}.")
             else:
@@ -465,6 +466,7 @@ def add_weight_figures(sources: Sources) -> None:
     for folder, run in runs.items():
         label = run.name if names.count(run.name) == 1 else str(run)
         folder = _checkpoint_folder(folder)
+        sources.notes += _code_notes(folder)
         adaptive = checkpoint_adaptive_figure(folder, model=label, name=label)
         if adaptive is not None:
             weight_figures.append(adaptive)
@@ -484,6 +486,15 @@ def add_weight_figures(sources: Sources) -> None:
         model = "given checkpoints"
         figure = effective_length_figure(named_lengths, numbers, model=model, name="named")
         length_figures.append(figure)
+
+
+def _code_notes(folder: Path, iteration: int | None = None) -> list[str]:
+    """A line if an external method's file has changed since the checkpoint was trained."""
+    step = find_step(folder, iteration)
+    notice = code_notice(step, checkpoint_config(step))
+    if notice is None:
+        return []
+    return [notice]
 
 
 def _checkpoint_folder(path: str | Path) -> Path:

@@ -144,27 +144,32 @@ class Measurements:
 def measurements(records: Iterable[AnyRecord], kind: str, value: str) -> Measurements:
     """The values under the key `value` of all records of this kind.
 
-    Raises UserError if two records of different weights, or of different measurements of the same
-    weights, have the same method, setting, length and seed, because it is ambiguous which one to
+    Raises UserError if records of different weights have the same method, setting and seed, or
+    those of different measurements also the same length, because it is ambiguous which one to
     report.
     """
     rows: dict[tuple[object, ...], tuple[object, ...]] = {}
     sources: dict[tuple[object, ...], AnyRecord] = {}
+    models: dict[tuple[object, ...], AnyRecord] = {}
     for record in records:
         if record["kind"] != kind:
             continue
 
-        # Two records of one key are a repetition only if weights and tokens are the same.
+        # All lengths and modes of a method and a seed must be of the same weights.
         setting, method = setting_of(record), method_of(record)
+        model = models.setdefault((setting, method.pos_emb, record.get("seed")), record)
+        if _weights(model) != _weights(record):
+            raise UserError(
+                f"two checkpoints have results for {method.pos_emb} on {setting.corpus}, seed "
+                f"{record.get('seed')}: {_source(model)} (length {model['length']:,}, mode "
+                f"{method_of(model).mode}) and {_source(record)} (length {record['length']:,}, "
+                f"mode {method.mode}); omit the results of one of them, or evaluate them again "
+                "with different labels (evaluate.py --label)"
+            )
+
+        # Two records of one key are a repetition only if their tokens are the same.
         key = (setting, method, record["length"], record.get("depth"), record.get("seed"))
         first = sources.setdefault(key, record)
-        if _weights(first) != _weights(record):
-            raise UserError(
-                f"two checkpoints have results for {method.pos_emb} ({method.mode}), seed "
-                f"{record.get('seed')}, length {record['length']:,} on {setting.corpus}: "
-                f"{_source(first)} and {_source(record)}; omit the results of one of them, or "
-                "evaluate them again with different labels (evaluate.py --label)"
-            )
         if first.get("measurement") != record.get("measurement"):
             raise UserError(
                 f"{_source(record)} has been evaluated twice at length {record['length']:,} on "

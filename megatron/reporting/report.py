@@ -36,8 +36,8 @@ class Sources:
         records: evaluation records.
         checkpoints: folders of further checkpoints whose biases and weights are plotted.
         weight_figures, length_figures: see `megatron.plots.checkpoints.add_weight_figures`.
-        notes: filled by `add_weight_figures` (what is not plotted, and why) and `write_report`
-            (files of earlier reports).
+        notes: filled by `add_weight_figures` and `write_report`: what is left out, and why, and
+            files of earlier reports.
     """
 
     records: Sequence[AnyRecord]
@@ -74,6 +74,7 @@ def write_report(
     """
     # The chapters in the order of the report.
     records = sources.records
+    times = step_times(records, sources.notes)
     chapters = [
         Chapter(
             "perplexity",
@@ -112,7 +113,7 @@ def write_report(
             figures=sources.weight_figures,
         ),
         Chapter("effective-lengths", "Effective lengths", figures=sources.length_figures),
-        Chapter("speed", "Training time", tables=step_time_tables(step_times(records))),
+        Chapter("speed", "Training time", tables=step_time_tables(times)),
     ]
 
     # Create the folders only if there is something to write.

@@ -27,15 +27,19 @@ class StepTime:
     model: tuple[int, int, int]
 
 
-def step_times(records: Iterable[AnyRecord]) -> list[StepTime]:
+def step_times(records: Iterable[AnyRecord], notes: list[str]) -> list[StepTime]:
     """The step times of all checkpoints named in extrapolation records whose training log still
     exists.
 
     The log is in the `log-dir` of the checkpoint's configuration, or in `logs` next to the
     checkpoint folder; only the lines of the run that saved the checkpoint are read.
+
+    notes: gets a line for each folder that now has the checkpoint of another training, whose time
+        is left out.
     """
     from megatron.checkpoint.configuration import checkpoint_config  # imports the model
     from megatron.checkpoint.directory import find_step, read_state_file
+    from megatron.checkpoint.recipe import training_recipe
     from megatron.data.streams import evaluation_corpora
     from megatron.evaluation.text import corpus_name as name_of_corpora
 
@@ -58,6 +62,15 @@ def step_times(records: Iterable[AnyRecord]) -> list[StepTime]:
             if not log.is_file():
                 continue
         except (UserError, OSError):  # OSError: the path is too long
+            continue
+        # The folder may have been trained anew since the evaluation.
+        recipe = record["checkpoint"].get("recipe")
+        now = config.training.seed, training_recipe(step, config)
+        if recipe is not None and (record["seed"], recipe) != now:
+            notes.append(
+                f"No training time is shown for {path}: it was trained in another way after the "
+                "evaluation; evaluate it again."
+            )
             continue
         speed = read_log(log, run)
         if speed:

@@ -5,6 +5,7 @@ vocabulary, BPE training.
 import hashlib
 import json
 import re
+import unicodedata
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -31,6 +32,12 @@ _EVERY_BYTE = (
 
 # The character that represents byte 0 in GPT-2's byte-level alphabet.
 NUL = "\u0100"
+# A text of code and prose, in several scripts.
+SAMPLE = (
+    "def main(count=10):\n\treturn [x * 3.14 for x in range(count)]  # naïve – 東京 🙂\n\n"
+    "  The  end."
+)
+CHARACTERS_PER_TEXT = 64  # of `sample_texts`
 
 # 256 byte symbols and the end-of-document token.
 MIN_VOCAB_SIZE = 257
@@ -117,7 +124,37 @@ class _LibraryTokenizer(Tokenizer):
         for token_id, added_token in self._tokenizer.get_added_tokens_decoder().items():
             lengths[token_id] = len(added_token.content.encode("utf-8"))
         lengths[[self.eod, self.first]] = 0
+
+        # Normalizers, pre-tokenizers and unknown tokens may change the number of bytes. NFC changes
+        # that of few texts.
+        for text in sample_texts():
+            normal = unicodedata.normalize("NFC", text)
+            if lengths[self.tokenize(normal)].sum() != len(normal.encode()):
+                return None
         return lengths
+
+
+def sample_texts() -> list[str]:
+    """Texts with what normalizers and pre-tokenizers change: case, digits, accents, ligatures,
+    other widths, line breaks, white space, and each character of Unicode's first plane.
+    """
+    texts = [
+        SAMPLE,
+        "1234567890 12 3",
+        "ÀÉ e\u0301 \ufb01 \uff21\u2460",
+        "HTTPServer's THE the",
+        "x  \u00a0\u3000y",
+        "a\r\nb\rc --- ... '' \"\" `` $$ d",
+        "end \t ",
+    ]
+    for count in range(1, 33):
+        texts.append(f"a{' ' * count}b" + "\n" * count + "c" + "\t" * count + "d")
+    # Between letters, because some characters are combined.
+    for start in range(0x20, 0x10000, CHARACTERS_PER_TEXT):
+        characters = [chr(code) for code in range(start, start + CHARACTERS_PER_TEXT)]
+        characters = [each for each in characters if not 0xD800 <= ord(each) < 0xE000]
+        texts.append("x".join(["", *characters]))
+    return texts
 
 
 class HuggingFaceTokenizer(_LibraryTokenizer):

@@ -95,4 +95,4 @@ def test_models_of_transformers(tmp_path, monkeypatch):
     exec(code, names)
     model = names["model"]
     assert isinstance(model, PreTrainedModel)
-    assert len(model.kerple_positional) == 1
+    assert len(model.kerple_positional.methods) == 1

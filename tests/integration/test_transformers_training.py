@@ -114,19 +114,46 @@ def test_trainer_saves_and_resumes_a_method(tmp_path):
     assert torch.equal(outputs(loaded.eval(), inputs), outputs(model.eval(), inputs))
 
 
-def test_lora_with_a_method(tmp_path):
+def with_lora(method="kerple_log"):
     model = tiny_model("llama")
-    use_positional(model, "kerple_log")
-    adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"], r=2))
-    adapted.base_model.model.kerple_positional.requires_grad_(True)
-    before = parameters(model)
+    use_positional(model, method)
+    config = peft.LoraConfig(target_modules=["q_proj"], r=2, modules_to_save=["kerple_positional"])
+    torch.manual_seed(1)
+    return peft.get_peft_model(model, config)
+
+
+def test_lora_with_a_method(tmp_path):
+    """peft trains a copy of the method, and saves it with its adapter."""
+    adapted = with_lora()
+    inputs = family_inputs(adapted)
+    before = outputs(adapted, inputs)
+    plain = tiny_model("llama")
+    use_positional(plain, "kerple_log")
+    assert torch.equal(outputs(plain, inputs), before)
+    start = parameters(plain)
     train(adapted, tmp_path / "run", gradient_checkpointing=True)
-    for old, new in zip(before, parameters(model), strict=True):
+    trained = list(adapted.base_model.model.kerple_positional.itself.parameters())
+    for old, new in zip(start, trained, strict=True):
         assert (new - old).abs().max() > 1e-3
+
+    # Another process continues from step 2, and a third one loads step 4.
+    resumed = with_lora()
+    train(resumed, tmp_path / "other", resume=str(tmp_path / "run" / "checkpoint-2"))
+    loaded = peft.PeftModel.from_pretrained(plain, tmp_path / "run" / "checkpoint-4")
+    expected = outputs(adapted.eval(), inputs)
+    assert (expected - before).abs().max() > 1e-3
+    for other in (resumed, loaded, loaded.merge_and_unload()):
+        assert (outputs(other.eval(), inputs) - expected).abs().max() < 1e-5
+    with adapted.disable_adapter():
+        assert torch.equal(outputs(adapted, inputs), before)
+
+    # The method alone, and an adapter for another method.
     save_positional(adapted, tmp_path / "adapter")
     other = load_positional(tiny_model("llama"), tmp_path / "adapter")
-    for one, two in zip(parameters(model), parameters(other), strict=True):
+    for one, two in zip(trained, parameters(other), strict=True):
         assert torch.equal(one, two)
+    with pytest.raises(ValueError, match="kerple_power"):
+        train(with_lora("kerple_power"), tmp_path, resume=str(tmp_path / "run" / "checkpoint-2"))
 
 
 def train_as_rank(rank, port, folder):

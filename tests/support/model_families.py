@@ -221,5 +221,5 @@ def with_reference(model: PreTrainedModel, method: nn.Module | None) -> PreTrain
 
 
 def method_of(model: PreTrainedModel) -> PositionalMethod:
-    (attention,) = model.kerple_positional
+    (attention,) = model.kerple_positional.methods
     return attention.positional

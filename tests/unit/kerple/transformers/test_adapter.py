@@ -4,13 +4,14 @@ import copy
 import gc
 import json
 import pickle
+from pathlib import Path
 
 import peft
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from kerple.positional import KerpleLog
+from kerple.positional import KerpleLog, load_plugin, registry
 from kerple.transformers import load_positional, save_positional, use_positional
 from tests.support.model_families import (
     FAMILIES,
@@ -63,13 +64,14 @@ def test_a_saved_model_is_loaded_with_its_method(tmp_path):
     use_positional(model, "kerple_log", own_positions="remove")
     model.save_pretrained(tmp_path)
     loaded, info = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
-    assert len(info["unexpected_keys"]) == 2  # which transformers prints
+    # What transformers prints.
+    assert "kerple_positional.load_positional" in info["unexpected_keys"]
     assert "load_positional" in loaded.config.kerple_positional["load"]
     load_positional(loaded, tmp_path)
     inputs = family_inputs(model)
     assert torch.equal(outputs(loaded, inputs), outputs(model, inputs))
     family_model("llama").save_pretrained(tmp_path / "other")
-    with pytest.raises(ValueError, match=r"positional\.json"):
+    with pytest.raises(ValueError, match="without a method"):
         load_positional(loaded, tmp_path / "other")
     model.save_pretrained(tmp_path / "variant", variant="fp32")
     with pytest.raises(ValueError, match="variant"):
@@ -90,6 +92,51 @@ def test_a_model_that_was_saved_twice(tmp_path):
             assert torch.equal(outputs(loaded, inputs), outputs(model, inputs))
 
 
+def test_a_method_without_parameters_is_never_lost_silently(tmp_path):
+    model = family_model("llama")
+    use_positional(model, "alibi", own_positions="remove")
+    model.save_pretrained(tmp_path)
+    loaded, info = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert info["unexpected_keys"] == {"kerple_positional.load_positional"}
+    inputs = family_inputs(model)
+    load_positional(loaded.eval(), tmp_path)
+    assert torch.equal(outputs(loaded, inputs), outputs(model, inputs))
+
+
+def test_parts_of_a_saved_model_get_their_methods(tmp_path):
+    """An encoder and a decoder with their own, and the body of a language model."""
+    model, body = family_model("t5"), family_model("llama")
+    use_positional(model.get_encoder(), "kerple_log")
+    use_positional(model.get_decoder(), "alibi", layers=[1])
+    use_positional(body.model, "kerple_power")
+    with torch.no_grad():
+        model.encoder.kerple_positional.methods[0].positional.bias_p.mul_(3)
+    for name, each in (("t5", model), ("llama", body)):
+        each.save_pretrained(tmp_path / name)
+        loaded = type(each).from_pretrained(tmp_path / name).eval()
+        load_positional(loaded, tmp_path / name)
+        inputs = family_inputs(each)
+        assert torch.equal(outputs(loaded, inputs), outputs(each, inputs))
+
+    # The body alone, and a model without the part.
+    alone = AutoModel.from_pretrained(tmp_path / "llama").eval()
+    load_positional(alone, tmp_path / "llama")
+    tokens = family_inputs(body)["input_ids"]
+    assert torch.equal(alone(tokens)[0], body.model(tokens)[0])
+    with pytest.raises(ValueError, match=r"'(de|en)coder'"):
+        load_positional(family_model("t5").get_encoder(), tmp_path / "t5")
+
+
+def test_weights_of_another_method(tmp_path):
+    """Of the same shape: as a Trainer that continues loads them."""
+    model = family_model("llama")
+    use_positional(model, "kerple_log")
+    state = model.state_dict()
+    use_positional(model, "kerple_log", own_positions="remove")
+    with pytest.raises(ValueError, match="own_positions"):
+        model.load_state_dict(state, strict=False)
+
+
 def test_another_base_model(tmp_path, recwarn):
     """Of the same shape: one warning, which names the folder and the model that was saved."""
     model, other = family_model("llama"), family_model("llama")
@@ -105,6 +152,48 @@ def test_another_base_model(tmp_path, recwarn):
         load_positional(other, tmp_path / "adapter")
     with pytest.warns(UserWarning, match="whole: "):
         load_positional(other, tmp_path / "whole")
+
+
+def test_a_base_model_whose_embedding_was_not_trained(tmp_path):
+    model = family_model("llama")
+    use_positional(model, "kerple_log")
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "embed" not in name:
+                parameter.mul_(1.1)
+    save_positional(model, tmp_path / "adapter")
+    model.save_pretrained(tmp_path / "whole")
+    for folder in ("adapter", "whole"):
+        with pytest.warns(UserWarning, match=f"{folder}: "):
+            load_positional(family_model("llama"), tmp_path / folder)
+
+
+def test_code_of_a_method_that_has_changed(tmp_path, monkeypatch):
+    monkeypatch.setattr(registry, "_METHODS", dict(registry._METHODS))
+    file = tmp_path / "own.py"
+    code = Path("experiments/bytes/steep.py").read_text()
+    file.write_text(code)
+    load_plugin(str(file))
+    model = family_model("llama")
+    use_positional(model, "kerple_log_steep")
+    save_positional(model, tmp_path / "adapter")
+    load_positional(family_model("llama"), tmp_path / "adapter")
+    file.write_text(code + "# changed\n")
+    with pytest.warns(UserWarning, match="KerpleLogSteep"):
+        load_positional(family_model("llama"), tmp_path / "adapter")
+    state = model.state_dict()
+    use_positional(model, "kerple_log_steep")
+    with pytest.warns(UserWarning, match="KerpleLogSteep"):
+        model.load_state_dict(state)
+
+
+def test_a_configuration_of_a_model_with_a_method(tmp_path):
+    """It names an implementation that has no method."""
+    model = family_model("llama")
+    use_positional(model, "alibi")
+    other = type(model)(copy.deepcopy(model.config)).eval()
+    with pytest.raises(ValueError, match="has no method"):
+        other(torch.randint(3, 99, (1, 5)))
 
 
 def test_the_base_model_in_another_form(tmp_path, recwarn):
@@ -197,9 +286,7 @@ def test_an_edited_description(tmp_path):
     model = family_model("llama")
     use_positional(model, "rpe", num_buckets=8)
     save_positional(model, tmp_path)
-    model.save_pretrained(tmp_path / "whole")
     description = json.loads((tmp_path / "positional.json").read_text())
-    config = json.loads((tmp_path / "whole" / "config.json").read_text())
     for changed in (
         {**description, "layer": [0]},
         {**description, "options": {"num_bucket": 8}},
@@ -209,10 +296,6 @@ def test_an_edited_description(tmp_path):
         (tmp_path / "positional.json").write_text(json.dumps(changed))
         with pytest.raises(ValueError, match=r"layer|damaged"):
             load_positional(model, tmp_path)
-    config["kerple_positional"]["layer"] = config["kerple_positional"].pop("layers")
-    (tmp_path / "whole" / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ValueError, match=r"config\.json.*layers"):
-        load_positional(model, tmp_path / "whole")
 
 
 @pytest.mark.parametrize("content", ["", "[]", '{"method": "kerple_log"}'])

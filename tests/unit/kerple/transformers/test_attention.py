@@ -241,11 +241,23 @@ def test_every_method(method, own_positions):
 
 def test_a_mask_for_more_keys_than_there_are():
     query, key, value = torch.randn(3, 1, 2, 3, 4)
-    attend = partial(attention_forward, torch.nn.Module(), query, key, value)
+    layer = torch.nn.Module()
+    layer.__dict__["_kerple_attention"] = None
+    attend = partial(attention_forward, layer, query, key, value)
     with pytest.raises(ValueError, match=r"3 keys.* for 5"):
         attend(attention_mask(1, 3, 5, q_offset=2))
     context, _ = attend(attention_mask(1, 3, 3))
     assert context.shape == (1, 3, 2, 4)
+
+
+def test_layers_that_are_switched_to_later_tokens():
+    """By the attribute of the layers, which transformers reads only without a mask."""
+    model = family_model("llama")
+    use_positional(model, "none")
+    for layer in model.model.layers:
+        layer.self_attn.is_causal = False
+    with pytest.raises(ValueError, match=r"config\.is_causal"):
+        model(**family_inputs(model))
 
 
 def test_unknown_arguments_of_attention_are_rejected():

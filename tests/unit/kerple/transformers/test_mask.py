@@ -10,6 +10,7 @@ from transformers import (
     AutoModel,
     BartForCausalLM,
     CLIPVisionConfig,
+    DataCollatorWithFlattening,
     DynamicCache,
     LlavaConfig,
     LlavaForConditionalGeneration,
@@ -81,6 +82,14 @@ def test_masks_of_ones_own():
     use_positional(model, "dape_kerple")
     with pytest.raises(NotImplementedError, match="mask"):
         model(tokens, attention_mask=sees)
+
+
+def test_a_window_of_no_tokens():
+    """The default of Qwen2-MoE, whose layers see all earlier tokens."""
+    visible = attention_mask(
+        1, 5, 5, mask_function=lambda *at: at[3] <= at[2], local_size=0
+    ).visible
+    assert (visible.window, visible.causal, visible.dense) == (None, True, None)
 
 
 @torch.no_grad()
@@ -167,6 +176,23 @@ def test_texts_that_are_not_separated(name):
         model(tokens, attention_mask=ones + (positions < 2))
     padded = ones.index_fill(1, torch.arange(3), 0)
     model(tokens, attention_mask=padded, position_ids=(padded.cumsum(1) - 1).clamp(min=0))
+
+
+@pytest.mark.parametrize("option", ["return_flash_attn_kwargs", "return_seq_idx"])
+@torch.no_grad()
+def test_texts_that_the_collator_announces_without_positions(option):
+    model = family_model("llama")
+    use_positional(model, "kerple_log")
+    texts = [{"input_ids": [5, 6, 7, 8]}, {"input_ids": [9, 10, 11]}]
+    for texts_of_row in (texts, texts[:1]):
+        for positions in (True, False):
+            collator = DataCollatorWithFlattening(return_position_ids=positions, **{option: True})
+            batch = collator(texts_of_row)
+            if len(texts_of_row) == 1 or positions:
+                model(**batch, use_cache=False)
+            else:
+                with pytest.raises(ValueError, match="position_ids"):
+                    model(**batch, use_cache=False)
 
 
 @pytest.mark.parametrize("name", ["bart", "t5"])

@@ -11,8 +11,10 @@ from transformers import (
     LongT5Config,
     LongT5ForConditionalGeneration,
 )
+from transformers.models.bloom.modeling_bloom import build_alibi_tensor
+from transformers.models.mpt.modeling_mpt import build_mpt_alibi_tensor
 
-from kerple.positional import T5
+from kerple.positional import T5, Alibi
 from kerple.transformers import use_positional
 from tests.support.model_families import FAMILIES, each_of, family_inputs, family_model, outputs
 
@@ -79,6 +81,18 @@ def test_the_bias_of_t5_is_a_method():
     assert (outputs(model, inputs) - expected).abs().max() / expected.std() < 1e-5
 
 
+@pytest.mark.parametrize("heads", [4, 6])
+def test_the_slopes_of_bloom_and_mpt(heads):
+    """Which do not use the interface; their biases are those of `Alibi`, relative to each row."""
+    bias = Alibi(num_heads=heads).bias(torch.arange(9.0))
+    ones = torch.ones(1, 9, dtype=torch.int64)
+    bloom = build_alibi_tensor(ones, heads, torch.float32).view(heads, 9)
+    mpt = build_mpt_alibi_tensor(heads, 9).view(heads, 9)
+    for theirs in (bloom, mpt):
+        last = theirs - theirs[:, -1:]
+        torch.testing.assert_close(last.flip(1), bias.view(heads, 9), atol=1e-6, rtol=1e-6)
+
+
 @pytest.mark.parametrize(
     ("model_class", "name"),
     [
@@ -114,7 +128,7 @@ def test_attention_of_another_kind():
     with pytest.raises(ValueError, match="LongT5LayerLocalSelfAttention"):
         use_positional(model, "kerple_log")
     use_positional(model, "kerple_log", layers=[0, 1])
-    assert len(model.kerple_positional) == 1
+    assert len(model.kerple_positional.methods) == 1
 
 
 @pytest.mark.parametrize(("name", "part"), [("llama", "model"), ("t5", "encoder")])

@@ -178,6 +178,7 @@ def test_defaults_of_gpt_neox():
             "layer_types.*use_sliding_window",
         ),
         (NEOX, {"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
+        (LLAMA, {"kerple_positional": {"method": "alibi"}}, ".*--positional"),
         (NEOX, {"orig_max_position_embeddings": 8}, "orig_max_position_embeddings.*nearest"),
         (LLAMA, {"model_type": "mistral", "sliding_window": 1}, "sliding_window 1"),
         (LLAMA, {"num_key_value_heads": "four"}, "num_key_value_heads"),

@@ -149,9 +149,42 @@ def rename_a_special_token(document: dict) -> None:
     document["added_tokens"][2]["content"] = "<|narrator|>"
 
 
+def replace_line_breaks(document: dict) -> None:
+    document["normalizer"] = {"type": "Replace", "pattern": {"String": "\r\n"}, "content": "\n"}
+
+
+def drop_a_quotation_mark(document: dict) -> None:
+    document["normalizer"] = {"type": "Replace", "pattern": {"String": "\u201e"}, "content": ""}
+
+
+def strip_the_end(document: dict) -> None:
+    document["normalizer"] = {"type": "Strip", "strip_left": False, "strip_right": True}
+
+
+def a_word_as_an_added_token(document: dict) -> None:
+    """A token of the vocabulary, if it stands alone."""
+    vocabulary = document["model"]["vocab"]
+    letters = [token for token in vocabulary if token.isascii() and token.isalpha()]
+    word = next(token for token in letters if f"\u0120{token}" in vocabulary)  # also after a space
+    flags = {"single_word": True, "lstrip": False, "rstrip": False}
+    flags |= {"normalized": False, "special": False}
+    document["added_tokens"].append({"id": vocabulary[word], "content": word, **flags})
+    document["added_tokens"].sort(key=lambda token: token["id"])
+
+
 @pytest.mark.parametrize(
     "edit",
-    [swap_tokens, remove_a_merge, lowercase, swap_special_tokens, rename_a_special_token],
+    [
+        swap_tokens,
+        remove_a_merge,
+        lowercase,
+        swap_special_tokens,
+        rename_a_special_token,
+        replace_line_breaks,
+        drop_a_quotation_mark,
+        strip_the_end,
+        a_word_as_an_added_token,
+    ],
 )
 def test_an_edited_tokenizer_is_not_imported(edit, tmp_path):
     source, exported, imported = (tmp_path / name for name in ("own", "hf", "imported"))

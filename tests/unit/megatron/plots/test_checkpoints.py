@@ -3,14 +3,17 @@ effective lengths equal the formulas in float64; A, B and f(A, B) of a query equ
 computed from the weights.
 """
 
+import hashlib
 import math
 import shutil
+from pathlib import Path
 
 import huggingface_hub
 import numpy as np
 import pytest
 import torch
 
+from kerple.positional import load_plugin, registry
 from megatron.checkpoint.manifest import weights_fingerprint, write_manifest_of_folder
 from megatron.evaluation.metrics.effective_length import LIMIT
 from megatron.plots.checkpoints import (
@@ -258,6 +261,28 @@ def test_kernels_are_those_of_the_evaluated_weights(tmp_path):
         "has other weights than those that were evaluated (fingerprint "
         f"{checkpoint['fingerprint']}); evaluate it again."
     )
+
+
+def test_changed_code_of_a_method_is_noted(tmp_path, monkeypatch):
+    monkeypatch.setattr(registry, "_METHODS", dict(registry._METHODS))
+    file = tmp_path / "own.py"
+    code = Path("experiments/bytes/steep.py").read_text()
+    file.write_text(code)
+    load_plugin(str(file))
+    folder = tmp_path / "run"
+    write_checkpoint(folder, "kerple_log_steep", "nowhere", iteration=3)
+    step = folder / "global_step3"
+    state = {"iteration": 3, "training": {"code": [hashlib.sha256(code.encode()).hexdigest()]}}
+    torch.save(state, step / "mp_rank_00_model_states.pt")
+    write_manifest_of_folder(step, 3)
+    checkpoint = {"path": str(folder), "iteration": 3, "fingerprint": weights_fingerprint(step)}
+    checkpoint = {**record("x", 1, 1.0)["checkpoint"], **checkpoint}
+    records = [record("kerple_log_steep", 512, 3.0, checkpoint=checkpoint)]
+    for changed, expected in ((code, []), (code + "\n", [True])):
+        file.write_text(changed)
+        for sources in (Sources(records), Sources([], [folder])):
+            add_weight_figures(sources)
+            assert ["kerple_log_steep" in note for note in sources.notes] == expected
 
 
 def test_weights_of_another_run_are_not_drawn(tmp_path):

@@ -85,6 +85,9 @@ def test_two_checkpoints_with_the_same_seed_are_rejected():
     )
     with pytest.raises(UserError, match="two checkpoints have results for alibi"):
         measurements([first, retrained], "extrapolation", "perplexity")
+    for values in ({"length": 1024}, {"mode": "window@32"}):
+        other = {**retrained, **values}
+        assert_rejected("alibi.*512.*full", measurements, [first, other], "extrapolation", "loss")
     moved = record("alibi", 512, 4.0, checkpoint=elsewhere)
     assert measurements([first, moved], "extrapolation", "perplexity").num_seeds == 1
     more_tokens = record("alibi", 512, 4.1, measurement="more tokens")

@@ -42,7 +42,7 @@ def test_seconds_per_step_from_logs(tmp_path):
         record("rpe", 32, 3.0),
     ]
     records.append(record("rpe", 64, 3.0, checkpoint={"path": "x" * 4000, "iteration": 4}))
-    times = step_times(records)
+    times = step_times(records, [])
     # The records are of another text than the training.
     assert [(time.corpus, time.pos_emb, time.seconds, time.model) for time in times] == [
         ("nowhere", "alibi (fp32)", 2.0, (2, 32, 32))
@@ -55,7 +55,7 @@ def test_seconds_per_step_from_logs(tmp_path):
     log.write_text("")
     assert read_log(log) is None
     log.unlink()
-    assert step_times(records) == []
+    assert step_times(records, []) == []
 
 
 def test_only_the_lines_of_the_run_count(tmp_path):
@@ -74,12 +74,22 @@ def test_only_the_lines_of_the_run_count(tmp_path):
     evaluated = record(
         "alibi", 32, 3.0, checkpoint={"path": str(tmp_path / "checkpoints"), "iteration": 4}
     )
-    assert [time.seconds for time in step_times([evaluated])] == [1.0]
+    assert [time.seconds for time in step_times([evaluated], [])] == [1.0]
     assert read_log(tmp_path / "logs" / "metrics.jsonl") == (8.0, 32.0), (
         "of an earlier version, without a run"
     )
     assert read_log(tmp_path / "logs" / "metrics.jsonl", "first") == (4.0, 64.0)
     assert read_log(tmp_path / "logs" / "metrics.jsonl", "third") is None
+
+
+def test_a_folder_that_was_trained_anew_has_no_time(tmp_path):
+    write_checkpoint(tmp_path / "checkpoints", "rotary", "nowhere")
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "metrics.jsonl").write_text("\n".join([line(1, 32.0), line(2, 32.0)]))
+    notes: list[str] = []
+    checkpoint = {"path": str(tmp_path / "checkpoints"), "iteration": 4, "recipe": "0" * 16}
+    assert step_times([record("alibi", 32, 3.0, checkpoint=checkpoint)], notes) == []
+    assert [str(tmp_path) in note for note in notes] == [True]
 
 
 def test_published_step_times():

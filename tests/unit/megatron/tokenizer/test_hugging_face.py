@@ -373,6 +373,36 @@ def test_byte_lengths_of_byte_level_tokens(tmp_path):
     assert lengths[tokenizer.eod] == 0
 
 
+@pytest.mark.parametrize(
+    ("component", "value", "is_known"),
+    [
+        ("normalizer", {"type": "NFC"}, True),
+        ("normalizer", {"type": "NFKC"}, False),
+        ("normalizer", {"type": "StripAccents"}, False),
+        (
+            "normalizer",
+            {"type": "Replace", "pattern": {"String": "    "}, "content": " "},
+            False,
+        ),
+        ("pre_tokenizer", {"type": "Whitespace"}, False),
+        (
+            "pre_tokenizer",
+            {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True},
+            False,
+        ),
+    ],
+)
+def test_changed_texts_have_no_bytes(component, value, is_known, tmp_path):
+    """Their tokens have other bytes than the text."""
+    content = json.loads(train_bpe(["ab"], 257).to_str())
+    if value["type"] == "Whitespace":
+        value = {"type": "Sequence", "pretokenizers": [value, content["pre_tokenizer"]]}
+    content[component] = value
+    path = tmp_path / "tokenizer.json"
+    path.write_text(json.dumps(content))
+    assert (HuggingFaceTokenizer(path).byte_lengths() is not None) == is_known
+
+
 def test_marked_ends_of_words_have_no_bytes(tmp_path):
     content = json.loads(train_bpe(["ab"], 257).to_str())
     content["model"] |= {"end_of_word_suffix": "@", "unk_token": "a"}
