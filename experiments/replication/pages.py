@@ -45,6 +45,7 @@ from experiments.retrofit.results import (
     read_models,
     retrofit_differences,
     retrofit_plot,
+    retrofit_steps,
     retrofit_table,
 )
 from megatron.evaluation.records import RESULTS, Record, read_results
@@ -217,6 +218,7 @@ def blocks() -> dict[str, str]:
     # The retrofit, which has losses only.
     for name, losses in read_models().items():
         contents[f"retrofit-{name}"] = retrofit_table(losses)
+        contents[f"retrofit-{name}-steps"] = retrofit_steps(losses)
         contents[f"retrofit-{name}-differences"] = retrofit_differences(losses)
     return contents
 

@@ -1,4 +1,4 @@
-"""The table and the figure of the retrofit experiment, from `records/`."""
+"""The tables and the figure of the retrofit experiment, from `records/`."""
 
 import itertools
 import json
@@ -13,6 +13,7 @@ from pandas import DataFrame
 from experiments.analysis import Comparison
 from experiments.figures import set_ticks
 from experiments.retrofit.run import FACTORS, TRAINED, UNTRAINED
+from experiments.retrofit.run import STEPS as ALL_STEPS
 from megatron.reporting.style import Style, legend_above, new_figure
 
 RECORDS = Path(__file__).with_name("records")
@@ -93,6 +94,19 @@ def retrofit_table(losses: DataFrame) -> str:
             seeds = len(at(losses, variant, steps, 1))
             cells = " | ".join(f"{mean:.2f}" for mean in means)
             lines.append(f"| {NAMES[variant]} | {steps} | {seeds} | {cells} |")
+    return "\n".join(lines)
+
+
+def retrofit_steps(losses: DataFrame) -> str:
+    """Mean losses at FAR times the training length by the number of steps. Markdown."""
+    heads = " | ".join(f"{steps:,} steps" for steps in ALL_STEPS)
+    columns = " --: |" * len(ALL_STEPS)
+    lines = [f"| added, loss at {length_name(FAR)} | {heads} |", f"| :-- |{columns}"]
+    for variant in TRAINED:
+        means = [means_at(losses, variant, steps, (FAR,)) for steps in ALL_STEPS]
+        cells = [f"{mean:.2f}" for each in means if each is not None for mean in each]
+        if cells:
+            lines.append(f"| {NAMES[variant]} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 

@@ -1,7 +1,7 @@
 """The table and the figure of the retrofit experiment."""
 
 import pytest
-from pandas import DataFrame
+from pandas import DataFrame, concat
 
 from experiments.retrofit import results
 from megatron.reporting.style import SCREEN
@@ -34,6 +34,16 @@ def test_table(losses):
         "| window of L | 0 | 2 | 2.00 | 2.00 | 2.00 | 2.00 |",
         "| nothing | 300 | 2 | 2.00 | 4.00 | 6.00 | 8.00 |",
         "| KERPLE (log) | 300 | 2 | 2.01 | 3.01 | 4.01 | 5.01 |",
+    ]
+
+
+def test_losses_by_steps(losses):
+    frames = [losses[losses["steps"] == results.STEPS].assign(steps=each) for each in (0, 30, 100)]
+    frames += [losses[losses["steps"] == results.STEPS].assign(steps=each) for each in (300, 1000)]
+    table = results.retrofit_steps(concat(frames)).splitlines()
+    assert table[2:] == [
+        "| nothing | 6.00 | 6.00 | 6.00 | 6.00 | 6.00 |",
+        "| KERPLE (log) | 4.01 | 4.01 | 4.01 | 4.01 | 4.01 |",
     ]
 
 
