@@ -292,6 +292,11 @@ def _load(
     model: PreTrainedModel, description: dict[str, Any], weights: dict[str, Tensor], folder: Path
 ) -> None:
     """Add a method as it was saved, with its parameters. Raises ValueError if it does not fit."""
+    if description["method"] is None:
+        raise ValueError(
+            f"{folder}: its method {description['class']} was given as an object; add such an "
+            "object with use_positional, and read its weights with load_state_dict"
+        )
     use_positional(
         model,
         description["method"],
@@ -365,7 +370,7 @@ def _stored_samples(
     samples = []
     for weight in _recognized(part):
         sample = None
-        for name in names[id(weight)]:
+        for name in names.get(id(weight), []):
             if name in stored:
                 with safe_open(stored[name], framework="pt") as file:
                     sample = _sample(file.get_tensor(name))
@@ -424,6 +429,8 @@ def _read(
         raise ValueError(f"{folder}: is a model that was saved without a method")
     parts = {}
     for part, tensors in weights.items():
+        if "load_positional" not in tensors:
+            raise ValueError(f"{folder}: has no description of its method; save the model again")
         parts[part] = _decoded(tensors["load_positional"]), tensors
     return parts, files
 

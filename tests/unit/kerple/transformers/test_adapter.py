@@ -357,6 +357,11 @@ def test_a_method_given_as_an_object(tmp_path):
     with pytest.raises(ValueError, match="object"):
         save_positional(model, tmp_path / "adapter")
     assert not (tmp_path / "adapter").exists()
+    model.save_pretrained(tmp_path / "whole")
+    with pytest.raises(ValueError, match=r"whole.*KerpleLog.*object"):
+        load_positional(
+            AutoModelForCausalLM.from_pretrained(tmp_path / "whole"), tmp_path / "whole"
+        )
 
 
 @pytest.mark.parametrize("training", [True, False])
