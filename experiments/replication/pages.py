@@ -62,6 +62,7 @@ RECORDS = Path(__file__).with_name("records")
 SWEEPS = ("c", "c-factor1", "prose", "latex")
 TRAIN_LENGTH, LONGEST = 128, 8192
 PLANNED_BASELINES = "alibi", "rpe", "kerple_power_ap_", "rotary"
+OTHERS = "kerple_log_steep", "dape_kerple", "fire", "none"  # of the experiment on bytes
 RANGES = "alibi", "kerple_log", "kerple_log_steep"
 RECALL_TRAIN_LENGTH = 64
 NO_LOSS = "sinusoidal"  # its losses beyond the training length are meaningless
@@ -209,9 +210,12 @@ def blocks() -> dict[str, str]:
     }
     for name, experiment in PLANNED.items():
         planned = experiment.records()
+        measured = {record["pos_emb"] for record in planned}
+        others = [pos_emb for pos_emb in OTHERS if pos_emb in measured]
+        baselines = [*PLANNED_BASELINES, *others]
         tables[f"{name}-losses"] = loss_table(planned)
         tables[f"{name}-comparisons"] = comparison_table(planned, PLANNED_BASELINES)
-        tables[f"{name}-differences"] = differences_by_length(planned, PLANNED_BASELINES)
+        tables[f"{name}-differences"] = differences_by_length(planned, baselines)
     contents = {name: _markdown(table) for name, table in tables.items()}
     contents["facts"] = "\n".join(f"- {fact}" for fact in facts)
 
@@ -365,7 +369,7 @@ def loss_table(records: Records) -> Table:
     frame = loss_frame(records)
     lengths = sorted(frame["length"].unique())
     lines = []
-    for pos_emb, mode in itertools.product(METHODS, ("full", "window")):
+    for pos_emb, mode in itertools.product((*METHODS, *OTHERS), ("full", "window")):
         # Some methods have no records.
         runs = frame[frame["pos_emb"] == pos_emb]
         runs = runs[runs["mode"] == mode]
