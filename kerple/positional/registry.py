@@ -13,6 +13,7 @@ import traceback
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any, TypeVar
 
 from torch import nn
@@ -114,17 +115,44 @@ def place_in_plugin(error: BaseException) -> str | None:
 
 def source_digests(methods: Iterable[nn.Module]) -> list[str]:
     """The SHA-256 (hexadecimal) of each file that defines the methods, their modules and base
-    classes, without those of `kerple`, torch and Python: the code of an external method.
+    classes, without those of `kerple`, torch and Python, and of the files next to these that they
+    import: the code of an external method.
     """
-    known, files = {"kerple", "torch", *sys.stdlib_module_names}, set()
+    known = {"kerple", "torch", *sys.stdlib_module_names}
+    pending = []
     for method in methods:
         for module in method.modules():
             for base in type(module).__mro__:
-                # Classes that a notebook defines have no file.
-                file = getattr(sys.modules.get(base.__module__), "__file__", None)
-                if file is not None and base.__module__.partition(".")[0] not in known:
-                    files.add(file)
-    return [hashlib.sha256(Path(file).read_bytes()).hexdigest() for file in sorted(files)]
+                if base.__module__.partition(".")[0] not in known:
+                    pending.append(base.__module__)
+
+    # What a module has imported: other modules, and what these define.
+    files: dict[str, Path] = {}
+    while pending:
+        name = pending.pop()
+        file = _file_of(name)
+        # Classes that a notebook defines have no file.
+        if file is None or name in files:
+            continue
+        files[name] = file
+        for value in vars(sys.modules[name]).values():
+            imported = getattr(value, "__module__", None)
+            if isinstance(value, ModuleType):
+                imported = value.__name__
+            found = _file_of(imported)
+            if isinstance(imported, str) and found is not None and found.parent == file.parent:
+                pending.append(imported)
+    return [hashlib.sha256(file.read_bytes()).hexdigest() for file in sorted({*files.values()})]
+
+
+def _file_of(module: object) -> Path | None:
+    """The file of an imported module, by its name."""
+    file = None
+    if isinstance(module, str):
+        file = getattr(sys.modules.get(module), "__file__", None)
+    if file is None:
+        return None
+    return Path(file)
 
 
 def load_plugin(path_or_module: str | Path) -> None:

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from kerple.attention import Attention
 from kerple.positional import ModelShape, PositionalMethod, build_layers
-from kerple.positional.registry import source_digests
+from kerple.positional.registry import canonical_name, source_digests
 from kerple.positional.wrappers import Randomized
 from kerple.transformers.mask import (
     MODULE,
@@ -37,6 +37,7 @@ WEIGHTS, DESCRIPTION = "positional.safetensors", "positional.json"
 DESCRIBED = {"method", "class", "options", "own_positions", "layers"}
 DESCRIBED |= {"num_layers", "num_heads", "head_size", "code"}
 IN_DESCRIPTION = {"sha256", "base_model", "samples"}
+EMBEDDING = "embedding"  # in the samples
 # Values of two models that are the same may differ by this part of the largest one: dtypes do.
 SAME_WEIGHTS = 0.02
 # What a method may need that the interface does not pass.
@@ -149,8 +150,8 @@ def use_positional(
     """
     if not isinstance(model, PreTrainedModel):
         raise TypeError(
-            f"model must be a PreTrainedModel of transformers, not {type(model).__name__}; for one "
-            "that peft has wrapped, pass get_base_model()"
+            f"model must be a PreTrainedModel of transformers, not {type(model).__name__}; call "
+            "use_positional before get_peft_model, and name the method in modules_to_save"
         )
     if own_positions not in ("keep", "remove"):
         raise ValueError(f'own_positions must be "keep" or "remove", not {own_positions!r}')
@@ -190,7 +191,7 @@ def use_positional(
             state.layers[call.module] = number % len(methods)
         state.methods = methods
         state.description = {
-            "method": method if isinstance(method, str) else None,
+            "method": canonical_name(method) if isinstance(method, str) else None,
             "class": type(methods[0].positional).__name__,
             "options": options,
             "own_positions": own_positions,
@@ -213,8 +214,9 @@ def save_positional(model: PreTrainedModel, folder: str | Path) -> None:
     """Write the method of a model, with its parameters, to a folder: `positional.safetensors` and
     `positional.json`. Raises ValueError if the model has none, or one that was given as an object.
 
-    A few values of the token embedding and of each layer are stored too, by which `load_positional`
-    recognizes the model. If all weights were trained, save the model at the same time.
+    A few values of the token embedding and of the attention layers are stored too, by which
+    `load_positional` recognizes the model. If all weights were trained, save the model at the same
+    time.
     """
     description = dict(_state_of(model).description)
     if description["method"] is None:
@@ -223,9 +225,14 @@ def save_positional(model: PreTrainedModel, folder: str | Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     owner: Any = _owner(model)
     description["base_model"] = owner.config._name_or_path
-    description["samples"] = [_sample(tensor) for tensor in _recognized(owner)]
+    description["samples"] = _samples(owner)
     module = getattr(owner, MODULE).itself
     weights = {name: tensor.detach().contiguous() for name, tensor in module.state_dict().items()}
+    if any(".base_layer." in name for name in weights):
+        raise ValueError(
+            "peft has put layers of its own into the method; merge them (merge_and_unload), or "
+            f"name {MODULE} in modules_to_save"
+        )
     data = save(weights, metadata={"format": "pt"})
     text = json.dumps({**description, "sha256": _digest(description, data)}, indent=1) + "\n"
     # If the second file is not written, the digest in the old one does not fit the first.
@@ -242,9 +249,10 @@ def load_positional(model: PreTrainedModel, folder: str | Path) -> PreTrainedMod
         a method, whose weights contain the method's.
 
     Warns if the method's parameters were trained with other weights than the model's: if a value
-    of the token embedding or of a layer differs by more than 2 % of the largest one that is
-    compared. Warns also if the file of a method of one's own has changed. Raises ValueError if the
-    folder has no method, or one that does not fit; see `use_positional`.
+    of the token embedding, or of a matrix of an attention layer with a method, differs by more than
+    2 % of the largest one that is compared. Warns also if the file of a method of one's own has
+    changed. Raises ValueError if the folder has no method, or one that does not fit; see
+    `use_positional`.
     """
     folder = Path(folder)
     parts, files = _read(folder)
@@ -258,7 +266,7 @@ def load_positional(model: PreTrainedModel, folder: str | Path) -> PreTrainedMod
             saved = description.get("samples")
             if saved is None:
                 saved = _stored_samples(files, model, part)
-            if _differ(saved, [_sample(tensor) for tensor in _recognized(part)]):
+            if _differ(saved, _samples(part)):
                 saved_model = description.get("base_model") or "another model"
                 warnings.warn(
                     f"{folder}: the method was saved with the weights of {saved_model}, which are "
@@ -325,38 +333,48 @@ def _embedding_of(model: PreTrainedModel) -> Tensor:
     return embedding
 
 
-def _recognized(model: nn.Module) -> list[Tensor]:
-    """The weights by which a model is recognized: the token embedding, and the first matrix of each
-    attention layer with a method.
+def _recognized(model: nn.Module) -> dict[str, Tensor]:
+    """The weights by which a model is recognized, by a name that its other forms have too: the
+    token embedding, and the matrices of each attention layer with a method.
     """
     owner: Any = _owner(model)
-    found = [_embedding_of(owner)]
-    for layer in _state_of(model).layers:
-        matrices = [each for each in layer.parameters() if each.dim() == 2]
-        found += matrices[:1]
+    found = {EMBEDDING: _embedding_of(owner)}
+    for number, layer in enumerate(_state_of(model).layers):
+        for name, parameter in layer.named_parameters():
+            # The name without the layer that peft has put around it.
+            if parameter.dim() == 2:
+                found[f"{number}.{name.replace('.base_layer', '')}"] = parameter
     return found
 
 
-def _sample(weight: Tensor) -> list[float] | None:
-    """Two values in each of the rows 1, 2, 4, 8 ... of a matrix. None if they are elsewhere:
-    offloaded, split over ranks, or quantized.
+def _samples(model: nn.Module) -> dict[str, list[float]]:
+    """Some values of the weights by which a model is recognized."""
+    samples = {}
+    for name, weight in _recognized(model).items():
+        samples[name] = _sample(name, weight)
+    return samples
+
+
+def _sample(name: str, weight: Tensor) -> list[float]:
+    """Two values in each of the rows 1, 2, 4, 8 ... of the embedding, and in row 1 of another
+    matrix. Empty if they are elsewhere: offloaded, split over ranks, or quantized.
     """
     weight = weight.detach()
     if type(weight) is not Tensor or weight.is_meta or not weight.is_floating_point():
-        return None
+        return []
     values: list[float] = []
     row = 1
     while row < len(weight):
         values += weight[row, :2].float().tolist()
         row *= 2
+        if name != EMBEDDING:
+            break
     return values
 
 
-def _stored_samples(
-    files: list[Path], model: nn.Module, part: nn.Module
-) -> list[list[float] | None]:
-    """The samples of the weights of a part in the files of a saved model; None of those that have
-    another name there.
+def _stored_samples(files: list[Path], model: Any, part: nn.Module) -> dict[str, list[float]]:
+    """The samples of the weights of a part in the files of a saved model, also if that was the body
+    of the model, or has it as its body.
     """
     stored = {}
     for path in files:
@@ -365,26 +383,25 @@ def _stored_samples(
 
     # A weight may have several names, of which one is stored.
     names: dict[int, list[str]] = {}
+    body = f"{model.base_model_prefix}."
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
-    samples = []
-    for weight in _recognized(part):
-        sample = None
+        names.setdefault(id(parameter), []).extend((name, body + name, name.removeprefix(body)))
+    samples = {}
+    for own, weight in _recognized(part).items():
         for name in names.get(id(weight), []):
             if name in stored:
                 with safe_open(stored[name], framework="pt") as file:
-                    sample = _sample(file.get_tensor(name))
-        samples.append(sample)
+                    samples[own] = _sample(own, file.get_tensor(name))
     return samples
 
 
-def _differ(saved: list[list[float] | None], found: list[list[float] | None]) -> bool:
-    """Whether two models have other samples. New tokens at the end make no difference."""
-    for one, other in zip(saved, found, strict=True):
-        if not one or not other:
-            continue
-        pairs = list(zip(one, other, strict=False))
-        largest = max(abs(value) for value, _ in pairs)
+def _differ(saved: dict[str, list[float]], found: dict[str, list[float]]) -> bool:
+    """Whether two models have other samples. New tokens at the end make no difference, nor weights
+    that only one of them has.
+    """
+    for name in saved.keys() & found.keys():
+        pairs = list(zip(saved[name], found[name], strict=False))
+        largest = max((abs(value) for value, _ in pairs), default=0.0)
         if any(abs(first - second) > SAME_WEIGHTS * largest for first, second in pairs):
             return True
     return False

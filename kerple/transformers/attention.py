@@ -15,8 +15,8 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from kerple.attention import Attention
 from kerple.attention.backend import without_autocast
 from kerple.transformers.mask import (
+    CALLS,
     IMPLEMENTATION,
-    INPUTS,
     Mask,
     Visible,
     attention_mask,
@@ -127,7 +127,7 @@ def attention_forward(
             "keys, or use_cache=False"
         )
     key, value = key[:, :, : visible.kv_len], value[:, :, : visible.kv_len]
-    probabilities = INPUTS.probabilities or kwargs.get("output_attentions")
+    probabilities = CALLS.last.probabilities or kwargs.get("output_attentions")
     if visible.dense is not None or position_bias is not None or probabilities:
         with without_autocast(query.device):
             return _dense_attention(

@@ -76,8 +76,9 @@ class Mask(Tensor):
         return self
 
 
-class Inputs(threading.local):
-    """What the inputs of a model ask for, in a thread.
+@dataclass
+class Call:
+    """What the inputs of a call ask for.
 
     Attributes:
         owner: the model with a method. called: it or the part of it that was called; the parts that
@@ -92,7 +93,20 @@ class Inputs(threading.local):
     probabilities: bool = False
 
 
-INPUTS = Inputs()
+class Calls(threading.local):
+    """The calls of models with a method in a thread: the first entry is that of models without
+    `note_inputs`, the others are within each other.
+    """
+
+    def __init__(self) -> None:
+        self.stack = [Call()]
+
+    @property
+    def last(self) -> Call:
+        return self.stack[-1]
+
+
+CALLS = Calls()
 
 
 @torch.compiler.disable
@@ -103,15 +117,14 @@ def note_inputs(owner: Any, model: Any, args: tuple[Any, ...], kwargs: dict[str,
     owner: the model with a method.
     """
     # A call that the user interrupted was not forgotten.
-    if INPUTS.owner is owner and INPUTS.called is not model:
+    if CALLS.last.owner is owner and CALLS.last.called is not model:
         return
-    INPUTS.owner, INPUTS.called = owner, model
     inputs = inspect.signature(model.forward).bind_partial(*args, **kwargs).arguments
     asked = kwargs.get("output_attentions")
     if asked is None:
         asked = getattr(model.config, "output_attentions", False)
-    INPUTS.probabilities = bool(asked)
-    INPUTS.packed = _has_texts(kwargs) or _restarts(inputs)
+    packed = _has_texts(kwargs) or _restarts(inputs)
+    CALLS.stack.append(Call(owner, model, packed, probabilities=bool(asked)))
 
 
 def _has_texts(kwargs: dict[str, Any]) -> bool:
@@ -183,17 +196,16 @@ def check_inputs(
 
 
 def forget_inputs(model: Any, *_: Any) -> None:
-    """A forward hook: the next model may be called without `note_inputs`."""
-    if INPUTS.called is model:
-        INPUTS.owner = INPUTS.called = None
-        INPUTS.packed = INPUTS.probabilities = False
+    """A forward hook: ends what `note_inputs` began."""
+    if CALLS.last.called is model:
+        CALLS.stack.pop()
 
 
 def check_separated(ids: Tensor | None) -> None:
     """Raises ValueError if the inputs pack several texts in a row, but the mask has one; ids
     `[b, t]` of its texts.
     """
-    packed, INPUTS.packed = INPUTS.packed, False
+    packed, CALLS.last.packed = CALLS.last.packed, False
     if packed and (ids is None or not bool(ids.any())):
         raise ValueError(
             "the inputs have several texts in a row, but the model does not separate them; pass "
@@ -353,7 +365,14 @@ def methods_of(model: Any) -> list[Attention]:
     """The attention with the methods of a model: one for all layers, or one for each. If peft
     trains a copy of them (`modules_to_save`), this copy.
     """
-    return list(getattr(model, MODULE).methods)
+    container = getattr(model, MODULE)
+    # For adapter_names, peft changes how it calls this module, which is not called.
+    if container is not container.itself and container._forward_pre_hooks:
+        raise ValueError(
+            f"rows with different adapters (adapter_names) cannot have a {MODULE} each; call the "
+            "model once for each adapter"
+        )
+    return list(container.methods)
 
 
 def share_tables(config: Any, model: Any) -> None:

@@ -262,8 +262,9 @@ def archive_members(
 
 
 def check_entries(archive: zipfile.ZipFile, raw: BinaryIO) -> None:
-    """Raises BadZipFile if the directory at the end of a zip file has fewer files than it says.
-    `zipfile` skips files after a damaged entry.
+    """Raises BadZipFile if the directory at the end of a zip file has fewer files than it says, or
+    if the first file is not at the beginning. `zipfile` skips files after a damaged entry, and an
+    archive in front of another one.
     """
     # The record at the end (section 4.3.16 of APPNOTE.TXT). 0xFFFF: the number is elsewhere.
     raw.seek(max(0, raw.seek(0, io.SEEK_END) - _ZIP_END_BYTES))
@@ -272,6 +273,9 @@ def check_entries(archive: zipfile.ZipFile, raw: BinaryIO) -> None:
     found = len(archive.infolist())
     if expected not in (found & 0xFFFF, 0xFFFF):
         raise zipfile.BadZipFile(f"its directory has {found} of {expected} files")
+    starts = [entry.header_offset for entry in archive.infolist()]
+    if starts and min(starts) > 0:
+        raise zipfile.BadZipFile("it has data, or another archive, in front of its files")
 
 
 def check_end(archive: tarfile.TarFile, source: str) -> None:

@@ -99,8 +99,9 @@ class Measurements:
 
     @cached_property
     def seeds(self) -> Series:
-        """The number of seeds with a value, of each setting, method and length that has one."""
-        known = self.frame.dropna(subset="value").groupby(CELL, sort=False)
+        """The number of seeds with a value, where there is one: by setting, method, length, depth."""
+        cells = [*CELL, "depth"]
+        known = self.frame.dropna(subset="value").groupby(cells, sort=False, dropna=False)
         return known["seed"].nunique(dropna=False)
 
     @property
@@ -138,7 +139,7 @@ class Measurements:
         # `mean` of a group would skip missing values.
         by_seed = complete.groupby([*CELL, "seed"], sort=False, dropna=False)
         means = by_seed["value"].agg(lambda values: values.mean(skipna=False))
-        return Measurements(means.reset_index())
+        return Measurements(means.reset_index().assign(depth=math.nan))
 
 
 def measurements(records: Iterable[AnyRecord], kind: str, value: str) -> Measurements:

@@ -9,7 +9,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
-from pandas import DataFrame
+from pandas import DataFrame, concat
 
 from megatron.reporting.aggregate import AnyRecord, Measurements, Method, measurements, method_of
 from megatron.reporting.formatting import format_length, slug
@@ -138,7 +138,8 @@ def perplexity_plot(
                 look, mean = line_style(style, numbers[label]), curve.mean(axis=1)
                 (handles[label],) = axes.plot(curve.index, mean, label=label, zorder=3, **look)
                 draw_band(axes, curve, look["color"])
-    bands = bands_label(curve.shape[1] for curve in curves.values())
+    seeds = concat([curve.count(axis=1) for curve in curves.values()])
+    bands = bands_label(seeds)
     figure.supxlabel(f"sequence length (tokens){bands}")
     legend_above(figure, style, [handles[label] for label in numbers], title)
     return figure

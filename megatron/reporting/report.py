@@ -116,7 +116,17 @@ def write_report(
         Chapter("speed", "Training time", tables=step_time_tables(times)),
     ]
 
-    # Create the folders only if there is something to write.
+    # Create the folders only if there is something to write, and each file once.
+    for chapter in chapters:
+        names = [table.name for table in chapter.tables]
+        names += [figure.name for figure in chapter.figures]
+        repeated = sorted({name for name in names if names.count(name) > 1})
+        if repeated:
+            raise UserError(
+                f"two tables or figures would have the file name {repeated[0]}, because the names "
+                "of two methods or labels differ in case or punctuation only; evaluate one of them "
+                "again with another --label"
+            )
     if all(chapter.empty for chapter in chapters):
         raise UserError("there are no results to report")
     folder = Path(directory)

@@ -146,6 +146,8 @@ def test_lora_with_a_method(tmp_path):
         assert (outputs(other.eval(), inputs) - expected).abs().max() < 1e-5
     with adapted.disable_adapter():
         assert torch.equal(outputs(adapted, inputs), before)
+    with pytest.raises(ValueError, match="adapter_names"):
+        adapted(**inputs, adapter_names=["default", "__base__"])
 
     # The method alone, and an adapter for another method.
     save_positional(adapted, tmp_path / "adapter")

@@ -14,6 +14,7 @@ from kerple.positional import (
     registered_names,
 )
 from kerple.positional import registry as registry_module
+from kerple.positional.registry import source_digests
 
 SHAPE = ModelShape(num_heads=4, head_size=8, hidden_size=32, num_layers=2, max_positions=16)
 
@@ -84,6 +85,34 @@ class ToyStep(PositionalMethod):
 
 
 @pytest.mark.usefixtures("restored_registry")
+@pytest.mark.usefixtures("restored_registry")
+def test_digests_of_code_and_of_the_files_that_it_imports(tmp_path, monkeypatch):
+    """A package with a method, what it imports, and a file that it does not."""
+    package = tmp_path / "digested_methods"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "scale.py").write_text(
+        "SCALE = 2.0\n\n\ndef scaled(value):\n    return SCALE * value\n"
+    )
+    (package / "other.py").write_text("")
+    (package / "own.py").write_text(
+        "from digested_methods.scale import scaled\n"
+        "from kerple.positional import Alibi, register\n\n\n"
+        "@register('digested')\nclass Digested(Alibi):\n"
+        "    def bias(self, distance):\n        return scaled(super().bias(distance))\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    load_plugin("digested_methods.own")
+    method = build("digested", SHAPE)
+    before = source_digests([method])
+    assert len(before) == 2
+    (package / "other.py").write_text("CHANGED = True\n")
+    assert source_digests([method]) == before
+    (package / "scale.py").write_text("SCALE = 3.0\n")
+    assert source_digests([method]) != before
+    assert source_digests([build("alibi", SHAPE)]) == []
+
+
 def test_a_plugin_file_adds_a_method(tmp_path):
     path = tmp_path / "toy.py"
     path.write_text(PLUGIN)

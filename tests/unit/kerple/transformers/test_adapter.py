@@ -168,6 +168,52 @@ def test_a_base_model_whose_embedding_was_not_trained(tmp_path):
             load_positional(family_model("llama"), tmp_path / folder)
 
 
+def test_a_base_model_of_another_class(tmp_path):
+    """The body of a saved language model, and a language model with a saved body."""
+    model = family_model("llama")
+    use_positional(model, "kerple_log")
+    other = family_model("llama")
+    with torch.no_grad():
+        other.model.embed_tokens.weight.mul_(2)
+    model.save_pretrained(tmp_path / "whole")
+    with pytest.warns(UserWarning, match="whole: "):
+        load_positional(other.model, tmp_path / "whole")
+    body = family_model("llama").model
+    use_positional(body, "kerple_log")
+    body.save_pretrained(tmp_path / "body")
+    with pytest.warns(UserWarning, match="body: "):
+        load_positional(other, tmp_path / "body")
+
+
+def test_a_base_model_without_matrices(tmp_path, recwarn):
+    """As quantized ones, whose layers have other parameters."""
+    model, other = family_model("llama"), family_model("llama")
+    use_positional(model, "kerple_log")
+    save_positional(model, tmp_path)
+    torch.ao.quantization.quantize_dynamic(other, {torch.nn.Linear}, inplace=True)
+    recwarn.clear()
+    load_positional(other, tmp_path)
+    assert not [each for each in recwarn if str(tmp_path) in str(each.message)]
+
+
+def test_layers_of_peft_in_a_method(tmp_path):
+    model = family_model("llama")
+    use_positional(model, "transformer_xl")
+    adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules="all-linear"))
+    with pytest.raises(ValueError, match="merge_and_unload"):
+        save_positional(adapted, tmp_path)
+    save_positional(adapted.merge_and_unload(), tmp_path)
+    load_positional(family_model("llama"), tmp_path)
+
+
+def test_an_alias_of_a_method():
+    model = family_model("llama")
+    use_positional(model, "dape_alibi")
+    state = model.state_dict()
+    use_positional(model, "alibi_c")
+    model.load_state_dict(state)
+
+
 def test_code_of_a_method_that_has_changed(tmp_path, monkeypatch):
     monkeypatch.setattr(registry, "_METHODS", dict(registry._METHODS))
     file = tmp_path / "own.py"
@@ -248,9 +294,8 @@ def test_models_that_share_a_configuration():
 
 def test_a_model_that_peft_has_wrapped():
     model = peft.get_peft_model(family_model("llama"), peft.LoraConfig(target_modules=["q_proj"]))
-    with pytest.raises(TypeError, match="get_base_model"):
+    with pytest.raises(TypeError, match="modules_to_save"):
         use_positional(model, "alibi")
-    use_positional(model.get_base_model(), "alibi")
 
 
 def test_parts_with_methods_of_their_own(tmp_path):

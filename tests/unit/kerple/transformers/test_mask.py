@@ -84,6 +84,21 @@ def test_masks_of_ones_own():
         model(tokens, attention_mask=sees)
 
 
+def test_a_model_that_is_called_within_another():
+    """Before the other one makes its mask: what the other one's inputs ask for is not forgotten."""
+    model, inner = family_model("llama"), family_model("gpt2")
+    for each in (model, inner):
+        use_positional(each, "kerple_log")
+    embedding = model.get_input_embeddings()
+    embedding.register_forward_hook(lambda *_: inner(torch.tensor([[5, 6, 7]])) and None)
+    tokens, positions = torch.randint(3, 99, (1, 6)), torch.tensor([[0, 1, 2, 0, 1, 2]])
+    with pytest.raises(ValueError, match="several texts"):
+        model(tokens, position_ids=positions)
+    separate = model(tokens, position_ids=positions, use_cache=False)[0]
+    alone = model(tokens[:, 3:])[0]
+    assert (separate[:, 3:] - alone).abs().max() / alone.std() < 1e-5
+
+
 def test_a_window_of_no_tokens():
     """The default of Qwen2-MoE, whose layers see all earlier tokens."""
     visible = attention_mask(

@@ -322,6 +322,13 @@ def test_a_zip_file_with_a_damaged_directory(tmp_path):
     assert_rejected(r"a\.zip is damaged.*9", read_inputs, tmp_path / "a.zip")
 
 
+def test_two_zip_files_in_one(tmp_path):
+    """zipfile reads the last one."""
+    content = zip_of({"a.txt": b"first"}) + zip_of({"b.txt": b"second"})
+    (tmp_path / "a.zip").write_bytes(content)
+    assert_rejected(r"a\.zip is damaged.*in front", read_inputs, tmp_path / "a.zip")
+
+
 @pytest.mark.parametrize("name", ["a.txt.zst", "a.txt.xz", "a.jsonl.gz", "a.zip", "a.tar.gz"])
 def test_bombs(tmp_path, monkeypatch, name):
     """A document of a compressed file or archive is limited, and is never in memory as a whole."""

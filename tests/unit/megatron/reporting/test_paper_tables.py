@@ -350,6 +350,15 @@ def test_methods_with_fewer_seeds_are_not_bold():
     assert note in table.notes
 
 
+def test_passkeys_that_some_seeds_lack():
+    """Seed 2 has no result at depth 0.5."""
+    records = [passkey_record("alibi", 512, depth, 0.5, seed=1) for depth in (0, 0.5)]
+    records += [passkey_record("alibi", 512, 0, 0.6, seed=seed) for seed in (2, 3)]
+    records += [passkey_record("alibi", 512, 0.5, 0.6, seed=3)]
+    (table,) = passkey_tables(records)
+    assert "Mean ± standard deviation over up to 3 seeds." in table.notes[1]
+
+
 def test_passkey_accuracies():
     records = [
         passkey_record("alibi", length, depth, 0.2 + depth + seed / 10, seed=seed)

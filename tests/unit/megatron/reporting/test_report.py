@@ -4,8 +4,10 @@ import re
 import shutil
 
 import pytest
+import torch
 
-from megatron.plots.checkpoints import add_weight_figures
+from megatron.plots.checkpoints import DistanceTable, add_weight_figures, distance_figures
+from megatron.reporting.formatting import slug
 from megatron.reporting.report import Sources, write_report
 from tests.support.errors import assert_rejected
 from tests.support.records import record, seeds
@@ -96,6 +98,17 @@ def test_files_of_an_earlier_report_are_named(tmp_path):
     sources.notes.clear()
     write_report(sources, tmp_path)
     assert not sources.notes
+
+
+def test_figures_with_one_file_name_are_rejected(tmp_path):
+    """Labels that differ in punctuation only."""
+    tables = [DistanceTable("alibi", "all layers", torch.zeros(2, 9), None, None)]
+    figures = []
+    for label in ("lr 1", "lr: 1"):
+        figures += distance_figures(tables, model=label, name=slug(label))
+    sources = Sources([record("alibi", 768, 21.5)], weight_figures=figures)
+    assert_rejected("lr-1.*--label", write_report, sources, tmp_path / "report")
+    assert not (tmp_path / "report").exists()
 
 
 def test_aliases_are_the_same_method():
