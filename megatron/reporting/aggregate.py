@@ -99,7 +99,7 @@ class Measurements:
 
     @cached_property
     def seeds(self) -> Series:
-        """The number of seeds with a value, where there is one: by setting, method, length, depth."""
+        """The number of seeds with a value, if there is one: by setting, method, length, depth."""
         cells = [*CELL, "depth"]
         known = self.frame.dropna(subset="value").groupby(cells, sort=False, dropna=False)
         return known["seed"].nunique(dropna=False)
