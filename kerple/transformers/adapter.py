@@ -37,7 +37,6 @@ WEIGHTS, DESCRIPTION = "positional.safetensors", "positional.json"
 DESCRIBED = {"method", "class", "options", "own_positions", "layers"}
 DESCRIBED |= {"num_layers", "num_heads", "head_size", "code"}
 IN_DESCRIPTION = {"sha256", "base_model", "samples"}
-EMBEDDING = "embedding"  # in the samples
 # Values of two models that are the same may differ by this part of the largest one: dtypes do.
 SAME_WEIGHTS = 0.02
 # What a method may need that the interface does not pass.
@@ -214,9 +213,8 @@ def save_positional(model: PreTrainedModel, folder: str | Path) -> None:
     """Write the method of a model, with its parameters, to a folder: `positional.safetensors` and
     `positional.json`. Raises ValueError if the model has none, or one that was given as an object.
 
-    A few values of the token embedding and of the attention layers are stored too, by which
-    `load_positional` recognizes the model. If all weights were trained, save the model at the same
-    time.
+    A few values of each weight are stored too, by which `load_positional` recognizes the model. If
+    all weights were trained, save the model at the same time.
     """
     description = dict(_state_of(model).description)
     if description["method"] is None:
@@ -248,9 +246,9 @@ def load_positional(model: PreTrainedModel, folder: str | Path) -> PreTrainedMod
     folder: written by `save_positional`, or by `save_pretrained` (also by Trainer) of a model with
         a method, whose weights contain the method's.
 
-    Warns if the method's parameters were trained with other weights than the model's: if a value
-    of the token embedding, or of a matrix of an attention layer with a method, differs by more than
-    2 % of the largest one that is compared. Warns also if the file of a method of one's own has
+    Warns if the method's parameters were trained with other weights than the model's: if one of a
+    few values of a weight differs by more than 2 % of the largest one; those of heads are not
+    compared. Warns also if the file of a method of one's own has
     changed. Raises ValueError if the folder has no method, or one that does not fit; see
     `use_positional`.
     """
@@ -334,42 +332,33 @@ def _embedding_of(model: PreTrainedModel) -> Tensor:
 
 
 def _recognized(model: nn.Module) -> dict[str, Tensor]:
-    """The weights by which a model is recognized, by a name that its other forms have too: the
-    token embedding, and the matrices of each attention layer with a method.
+    """The weights by which a model is recognized, by a name that its other forms have too: those of
+    the body, without a head.
     """
     owner: Any = _owner(model)
-    found = {EMBEDDING: _embedding_of(owner)}
-    for number, layer in enumerate(_state_of(model).layers):
-        for name, parameter in layer.named_parameters():
-            # The name without the layer that peft has put around it.
-            if parameter.dim() == 2:
-                found[f"{number}.{name.replace('.base_layer', '')}"] = parameter
+    found = {}
+    for name, parameter in owner.base_model.named_parameters():
+        # The name without the layer that peft has put around it.
+        if MODULE not in name:
+            found[name.replace(".base_layer", "")] = parameter
     return found
 
 
 def _samples(model: nn.Module) -> dict[str, list[float]]:
     """Some values of the weights by which a model is recognized."""
-    samples = {}
-    for name, weight in _recognized(model).items():
-        samples[name] = _sample(name, weight)
-    return samples
+    return {name: _sample(weight) for name, weight in _recognized(model).items()}
 
 
-def _sample(name: str, weight: Tensor) -> list[float]:
-    """Two values in each of the rows 1, 2, 4, 8 ... of the embedding, and in row 1 of another
-    matrix. Empty if they are elsewhere: offloaded, split over ranks, or quantized.
+def _sample(weight: Tensor) -> list[float]:
+    """The values at the places 1, 8, 64 ... of a weight. Empty if they are elsewhere: offloaded,
+    split over ranks, or quantized.
     """
     weight = weight.detach()
     if type(weight) is not Tensor or weight.is_meta or not weight.is_floating_point():
         return []
-    values: list[float] = []
-    row = 1
-    while row < len(weight):
-        values += weight[row, :2].float().tolist()
-        row *= 2
-        if name != EMBEDDING:
-            break
-    return values
+    places = [8**power for power in range(20) if 8**power < weight.numel()]
+    values: list[float] = weight.reshape(-1)[places].float().tolist()
+    return [float(f"{value:.4g}") for value in values]
 
 
 def _stored_samples(files: list[Path], model: Any, part: nn.Module) -> dict[str, list[float]]:
@@ -391,7 +380,7 @@ def _stored_samples(files: list[Path], model: Any, part: nn.Module) -> dict[str,
         for name in names.get(id(weight), []):
             if name in stored:
                 with safe_open(stored[name], framework="pt") as file:
-                    samples[own] = _sample(own, file.get_tensor(name))
+                    samples[own] = _sample(file.get_tensor(name))
     return samples
 
 

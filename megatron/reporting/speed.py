@@ -5,6 +5,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron.config import Config
+from megatron.evaluation.records import fingerprint_of
 from megatron.reporting.aggregate import AnyRecord, Method, method_of
 from megatron.reporting.formatting import format_mean
 from megatron.reporting.published import Published, corpus_name, load_published
@@ -39,7 +41,6 @@ def step_times(records: Iterable[AnyRecord], notes: list[str]) -> list[StepTime]
     """
     from megatron.checkpoint.configuration import checkpoint_config  # imports the model
     from megatron.checkpoint.directory import find_step, read_state_file
-    from megatron.checkpoint.recipe import training_recipe
     from megatron.data.streams import evaluation_corpora
     from megatron.evaluation.text import corpus_name as name_of_corpora
 
@@ -64,9 +65,7 @@ def step_times(records: Iterable[AnyRecord], notes: list[str]) -> list[StepTime]
         except (UserError, OSError):  # OSError: the path is too long
             continue
         # The folder may have been trained anew since the evaluation.
-        recipe = record["checkpoint"].get("recipe")
-        now = config.training.seed, training_recipe(step, config)
-        if recipe is not None and (record["seed"], recipe) != now:
+        if not _is_same_run(record, step, config):
             notes.append(
                 f"No training time is shown for {path}: it was trained in another way after the "
                 "evaluation; evaluate it again."
@@ -83,6 +82,26 @@ def step_times(records: Iterable[AnyRecord], notes: list[str]) -> list[StepTime]
                 corpus = name_of_corpora(prefixes)
             times.append(StepTime(corpus, pos_emb, config.training.seed, speed[0], model))
     return times
+
+
+def _is_same_run(record: AnyRecord, step: Path, config: Config) -> bool:
+    """Whether the checkpoint that was evaluated is of the same run as a later one: it is still
+    there, or the seed and recipe are the same. True if the record does not tell.
+    """
+    from megatron.checkpoint.directory import find_step
+    from megatron.checkpoint.manifest import weights_fingerprint
+    from megatron.checkpoint.recipe import training_recipe
+
+    checkpoint = record["checkpoint"]
+    if fingerprint_of(record) is None:
+        return True
+    with suppress(UserError):
+        evaluated = find_step(checkpoint["path"], checkpoint["iteration"])
+        return weights_fingerprint(evaluated) == fingerprint_of(record)
+    if checkpoint.get("recipe") is None:
+        return True
+    recipe = training_recipe(step, config)
+    return (record["seed"], checkpoint["recipe"]) == (config.training.seed, recipe)
 
 
 def step_time_tables(times: Iterable[StepTime]) -> list[Table]:

@@ -38,6 +38,12 @@ SAMPLE = (
     "  The  end."
 )
 CHARACTERS_PER_TEXT = 64  # of `sample_texts`
+# Normalizers that keep the text: NFC, which changes few texts, and that of `CharLevelTokenizer` in
+# exports, for NUL.
+KEEP_TEXT = [
+    tokenizers.normalizers.NFC().__getstate__(),
+    tokenizers.normalizers.Replace("\0", END_OF_DOCUMENT).__getstate__(),
+]
 
 # 256 byte symbols and the end-of-document token.
 MIN_VOCAB_SIZE = 257
@@ -125,8 +131,14 @@ class _LibraryTokenizer(Tokenizer):
             lengths[token_id] = len(added_token.content.encode("utf-8"))
         lengths[[self.eod, self.first]] = 0
 
-        # Normalizers, pre-tokenizers and unknown tokens may change the number of bytes. NFC changes
-        # that of few texts.
+        # Normalizers and pre-tokenizers that remove or replace any sequence of characters.
+        normalizer, splits = self._tokenizer.normalizer, self._tokenizer.pre_tokenizer
+        if normalizer is not None and normalizer.__getstate__() not in KEEP_TEXT:
+            return None
+        if splits is not None and b'"Removed"' in splits.__getstate__():
+            return None
+
+        # Others, and unknown tokens, may change the number of bytes.
         for text in sample_texts():
             normal = unicodedata.normalize("NFC", text)
             if lengths[self.tokenize(normal)].sum() != len(normal.encode()):

@@ -154,12 +154,13 @@ def test_another_base_model(tmp_path, recwarn):
         load_positional(other, tmp_path / "whole")
 
 
-def test_a_base_model_whose_embedding_was_not_trained(tmp_path):
+@pytest.mark.parametrize("part", ["mlp", "v_proj", "norm"])
+def test_a_base_model_of_which_a_part_was_trained(tmp_path, part):
     model = family_model("llama")
     use_positional(model, "kerple_log")
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if "embed" not in name:
+            if part in name:
                 parameter.mul_(1.1)
     save_positional(model, tmp_path / "adapter")
     model.save_pretrained(tmp_path / "whole")

@@ -5,6 +5,9 @@ import math
 
 import torch
 
+from megatron.checkpoint.configuration import checkpoint_config
+from megatron.checkpoint.manifest import weights_fingerprint
+from megatron.checkpoint.recipe import training_recipe
 from megatron.reporting.speed import StepTime, step_time_tables, step_times
 from megatron.reporting.training_log import read_log
 from tests.support.checkpoints import write_checkpoint
@@ -86,10 +89,24 @@ def test_a_folder_that_was_trained_anew_has_no_time(tmp_path):
     write_checkpoint(tmp_path / "checkpoints", "rotary", "nowhere")
     (tmp_path / "logs").mkdir()
     (tmp_path / "logs" / "metrics.jsonl").write_text("\n".join([line(1, 32.0), line(2, 32.0)]))
-    notes: list[str] = []
-    checkpoint = {"path": str(tmp_path / "checkpoints"), "iteration": 4, "recipe": "0" * 16}
-    assert step_times([record("alibi", 32, 3.0, checkpoint=checkpoint)], notes) == []
-    assert [str(tmp_path) in note for note in notes] == [True]
+    step = tmp_path / "checkpoints" / "global_step4"
+    recipe = training_recipe(step, checkpoint_config(step))
+    fingerprint = weights_fingerprint(step)
+    # Iteration 3 is no longer there.
+    for iteration, found, used, is_same in (
+        (4, fingerprint, recipe, True),
+        (4, fingerprint, "of --set", True),
+        (4, "other", recipe, False),
+        (3, "other", recipe, True),
+        (3, "other", "other", False),
+    ):
+        notes: list[str] = []
+        checkpoint = {"path": str(tmp_path / "checkpoints"), "iteration": iteration}
+        checkpoint |= {"fingerprint": found, "recipe": used}
+        seed = checkpoint_config(step).training.seed
+        times = step_times([record("alibi", 32, 3.0, seed, checkpoint=checkpoint)], notes)
+        assert len(times) == is_same
+        assert [str(tmp_path) in note for note in notes] == [True] * (not is_same)
 
 
 def test_published_step_times():

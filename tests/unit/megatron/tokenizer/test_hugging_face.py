@@ -384,6 +384,11 @@ def test_byte_lengths_of_byte_level_tokens(tmp_path):
             {"type": "Replace", "pattern": {"String": "    "}, "content": " "},
             False,
         ),
+        (
+            "normalizer",
+            {"type": "Replace", "pattern": {"String": "&amp;"}, "content": "&"},
+            False,
+        ),
         ("pre_tokenizer", {"type": "Whitespace"}, False),
         (
             "pre_tokenizer",
