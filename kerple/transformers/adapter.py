@@ -264,7 +264,14 @@ def load_positional(model: PreTrainedModel, folder: str | Path) -> PreTrainedMod
             saved = description.get("samples")
             if saved is None:
                 saved = _stored_samples(files, model, part)
-            if _differ(saved, _samples(part)):
+            found = _samples(part)
+            if not saved.keys() & found.keys():
+                warnings.warn(
+                    f"{folder}: its weights have other names than those of the model, so they were "
+                    "not compared; make sure that the method was saved with the same weights",
+                    stacklevel=2,
+                )
+            if _differ(saved, found):
                 saved_model = description.get("base_model") or "another model"
                 warnings.warn(
                     f"{folder}: the method was saved with the weights of {saved_model}, which are "
@@ -532,6 +539,10 @@ def _attach(model: PreTrainedModel, state: _State) -> None:
     check = partial(check_inputs, [part.config for part in parts])
     note = partial(note_inputs, model)
     for part in parts:
+        # A part that is saved alone has the method too.
+        if part is not model:
+            hook_of_part = part.register_state_dict_post_hook(partial(_add_state, methods))
+            state.handles.append(hook_of_part)
         for hook in (check, note):
             state.handles.append(part.register_forward_pre_hook(hook, with_kwargs=True))
         state.handles.append(part.register_forward_hook(forget_inputs, always_call=True))
@@ -539,6 +550,15 @@ def _attach(model: PreTrainedModel, state: _State) -> None:
     setattr(model.config, MODULE, {**copy.deepcopy(state.description), "load": call})
     for part in parts:
         share_tables(part.config, model)
+
+
+def _add_state(
+    methods: Methods, part: nn.Module, state: dict[str, Any], prefix: str, _: Any
+) -> None:
+    """A hook: add the methods to the state dict of a part, if that is not within another one."""
+    if not prefix:
+        for name, tensor in methods.state_dict().items():
+            state[f"{MODULE}.{name}"] = tensor
 
 
 def _owner(model: nn.Module) -> nn.Module:

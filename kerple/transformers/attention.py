@@ -106,7 +106,10 @@ def attention_forward(
                 f"attention has {key.shape[2]} keys, but the mask is for {visible.total}, so the "
                 f"cache of {type(module).__name__} is not supported; pass use_cache=False"
             )
-        if visible.causal and not is_causal and not is_cross(module):
+        # Where transformers leaves a mask out, it asks the layer whether attention is causal.
+        is_plain = visible.documents is None and visible.dense is None
+        is_plain = is_plain and 1 < visible.q_len == visible.kv_len
+        if is_plain and visible.causal and not is_causal and not is_cross(module):
             raise ValueError(
                 f"{type(module).__name__} has is_causal = False, but its mask is causal; set "
                 "config.is_causal = False for attention to later tokens"

@@ -117,14 +117,32 @@ def note_inputs(owner: Any, model: Any, args: tuple[Any, ...], kwargs: dict[str,
     owner: the model with a method.
     """
     # A call that the user interrupted was not forgotten.
+    while len(CALLS.stack) > 1 and not _is_running(CALLS.last.called):
+        CALLS.stack.pop()
     if CALLS.last.owner is owner and CALLS.last.called is not model:
         return
-    inputs = inspect.signature(model.forward).bind_partial(*args, **kwargs).arguments
+    inputs = _inputs_by_name(model, args, kwargs)
     asked = kwargs.get("output_attentions")
     if asked is None:
         asked = getattr(model.config, "output_attentions", False)
     packed = _has_texts(kwargs) or _restarts(inputs)
     CALLS.stack.append(Call(owner, model, packed, probabilities=bool(asked)))
+
+
+def _is_running(model: Any) -> bool:
+    """Whether a function of the model is on the stack of this thread."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        if frame.f_locals.get("self") is model:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _inputs_by_name(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The inputs of a call, also if `forward` takes them as `**kwargs`."""
+    bound = inspect.signature(model.forward).bind_partial(*args, **kwargs)
+    return {**kwargs, **bound.arguments}
 
 
 def _has_texts(kwargs: dict[str, Any]) -> bool:
@@ -184,7 +202,7 @@ def check_inputs(
                 "does not use its positional method; change it before use_positional, or take the "
                 "method away first: use_positional(model, None)"
             )
-    inputs = inspect.signature(model.forward).bind_partial(*args, **kwargs).arguments
+    inputs = _inputs_by_name(model, args, kwargs)
     for name in ("attention_mask", "decoder_attention_mask"):
         mask: Any = inputs.get(name)
         is_numbers = isinstance(mask, Tensor) and mask.dim() == 2 and mask.dtype != torch.bool

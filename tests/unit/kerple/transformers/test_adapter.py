@@ -127,6 +127,20 @@ def test_parts_of_a_saved_model_get_their_methods(tmp_path):
         load_positional(family_model("t5").get_encoder(), tmp_path / "t5")
 
 
+def test_a_part_that_is_saved_alone(tmp_path):
+    model = family_model("llama")
+    use_positional(model, "alibi", own_positions="remove")
+    model.model.save_pretrained(tmp_path)
+    body, info = AutoModel.from_pretrained(tmp_path, output_loading_info=True)
+    assert info["unexpected_keys"] == {"kerple_positional.load_positional"}
+    load_positional(body.eval(), tmp_path)
+    tokens = family_inputs(model)["input_ids"]
+    assert torch.equal(body(tokens)[0], model.model(tokens)[0])
+    assert not [name for name in model.state_dict() if "model.kerple_positional" in name]
+    use_positional(model, None)
+    assert not [name for name in model.model.state_dict() if "kerple_positional" in name]
+
+
 def test_weights_of_another_method(tmp_path):
     """Of the same shape: as a Trainer that continues loads them."""
     model = family_model("llama")

@@ -99,6 +99,42 @@ def test_a_model_that_is_called_within_another():
     assert (separate[:, 3:] - alone).abs().max() / alone.std() < 1e-5
 
 
+class Interrupted(BaseException):
+    """As KeyboardInterrupt, which torch does not catch."""
+
+
+def test_a_call_that_was_interrupted():
+    model = family_model("llama")
+    use_positional(model, "kerple_log")
+    tokens, positions = torch.randint(3, 99, (1, 6)), torch.tensor([[0, 1, 2, 0, 1, 2]])
+
+    def interrupt(*_):
+        raise Interrupted
+
+    # A call with one text, then the body with two; and the reverse.
+    expected = model.model(tokens)[0]
+    for first, second in (({}, {"position_ids": positions}), ({"position_ids": positions}, {})):
+        handle = model.model.norm.register_forward_hook(interrupt)
+        with pytest.raises(Interrupted):
+            model(tokens, **first, use_cache=False)
+        handle.remove()
+        if second:
+            with pytest.raises(ValueError, match="several texts"):
+                model.model(tokens, **second)
+        else:
+            assert torch.equal(model.model(tokens)[0], expected)
+
+
+def test_a_forward_that_takes_anything():
+    model = family_model("llama")
+    use_positional(model, "kerple_log")
+    forward = model.forward
+    model.forward = lambda *args, **kwargs: forward(*args, **kwargs)
+    tokens, positions = torch.randint(3, 99, (1, 6)), torch.tensor([[0, 1, 2, 0, 1, 2]])
+    with pytest.raises(ValueError, match="several texts"):
+        model(tokens, position_ids=positions)
+
+
 def test_a_window_of_no_tokens():
     """The default of Qwen2-MoE, whose layers see all earlier tokens."""
     visible = attention_mask(
