@@ -4,7 +4,7 @@ import copy
 import hashlib
 import json
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -37,6 +37,7 @@ WEIGHTS, DESCRIPTION = "positional.safetensors", "positional.json"
 DESCRIBED = {"method", "class", "options", "own_positions", "layers"}
 DESCRIBED |= {"num_layers", "num_heads", "head_size", "code"}
 IN_DESCRIPTION = {"sha256", "base_model", "samples"}
+SAMPLED_ROWS = (0, 1, 64)  # the first ones of an embedding may be padding
 # Values of two models that are the same may differ by this part of the largest one: dtypes do.
 SAME_WEIGHTS = 0.02
 # What a method may need that the interface does not pass.
@@ -248,9 +249,8 @@ def load_positional(model: PreTrainedModel, folder: str | Path) -> PreTrainedMod
 
     Warns if the method's parameters were trained with other weights than the model's: if one of a
     few values of a weight differs by more than 2 % of the largest one; those of heads are not
-    compared. Warns also if the file of a method of one's own has
-    changed. Raises ValueError if the folder has no method, or one that does not fit; see
-    `use_positional`.
+    compared. Warns also if the file of a method of one's own has changed. Raises ValueError if the
+    folder has no method, or one that does not fit; see `use_positional`.
     """
     folder = Path(folder)
     parts, files = _read(folder)
@@ -305,11 +305,6 @@ def _load(
     model: PreTrainedModel, description: dict[str, Any], weights: dict[str, Tensor], folder: Path
 ) -> None:
     """Add a method as it was saved, with its parameters. Raises ValueError if it does not fit."""
-    if description["method"] is None:
-        raise ValueError(
-            f"{folder}: its method {description['class']} was given as an object; add such an "
-            "object with use_positional, and read its weights with load_state_dict"
-        )
     use_positional(
         model,
         description["method"],
@@ -353,18 +348,23 @@ def _recognized(model: nn.Module) -> dict[str, Tensor]:
 
 def _samples(model: nn.Module) -> dict[str, list[float]]:
     """Some values of the weights by which a model is recognized."""
-    return {name: _sample(weight) for name, weight in _recognized(model).items()}
+    samples = {}
+    for name, parameter in _recognized(model).items():
+        weight = parameter.detach()
+        # Elsewhere, if offloaded or split over ranks; or quantized.
+        if type(weight) is Tensor and not weight.is_meta and weight.is_floating_point():
+            samples[name] = _sample(weight, weight.shape)
+    return samples
 
 
-def _sample(weight: Tensor) -> list[float]:
-    """The values at the places 1, 8, 64 ... of a weight. Empty if they are elsewhere: offloaded,
-    split over ranks, or quantized.
+def _sample(weight: Any, shape: Sequence[int]) -> list[float]:
+    """Two values in each of a few rows of a weight of this shape: a tensor, or one in a file, of
+    which only these rows are read.
     """
-    weight = weight.detach()
-    if type(weight) is not Tensor or weight.is_meta or not weight.is_floating_point():
-        return []
-    places = [8**power for power in range(20) if 8**power < weight.numel()]
-    values: list[float] = weight.reshape(-1)[places].float().tolist()
+    values: list[float] = []
+    for row in SAMPLED_ROWS:
+        if shape and row < shape[0]:
+            values += weight[row : row + 1].flatten()[:2].float().tolist()
     return [float(f"{value:.4g}") for value in values]
 
 
@@ -387,7 +387,8 @@ def _stored_samples(files: list[Path], model: Any, part: nn.Module) -> dict[str,
         for name in names.get(id(weight), []):
             if name in stored:
                 with safe_open(stored[name], framework="pt") as file:
-                    samples[own] = _sample(file.get_tensor(name))
+                    tensor = file.get_slice(name)
+                    samples[own] = _sample(tensor, tensor.get_shape())
     return samples
 
 
@@ -444,7 +445,13 @@ def _read(
     for part, tensors in weights.items():
         if "load_positional" not in tensors:
             raise ValueError(f"{folder}: has no description of its method; save the model again")
-        parts[part] = _decoded(tensors["load_positional"]), tensors
+        description = _decoded(tensors["load_positional"])
+        if description["method"] is None:
+            raise ValueError(
+                f"{folder}: its method {description['class']} was given as an object; add such an "
+                "object with use_positional, and read its weights with load_state_dict"
+            )
+        parts[part] = description, tensors
     return parts, files
 
 
