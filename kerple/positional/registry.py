@@ -4,6 +4,7 @@ Methods register themselves with a decorator, so a new method is a new file in t
 user's own file or module (`load_plugin`).
 """
 
+import ast
 import difflib
 import hashlib
 import importlib
@@ -11,9 +12,9 @@ import importlib.util
 import sys
 import traceback
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
 from typing import Any, TypeVar
 
 from torch import nn
@@ -115,8 +116,8 @@ def place_in_plugin(error: BaseException) -> str | None:
 
 def source_digests(methods: Iterable[nn.Module]) -> list[str]:
     """The SHA-256 (hexadecimal) of each file that defines the methods, their modules and base
-    classes, without those of `kerple`, torch and Python, and of the files next to these that they
-    import: the code of an external method.
+    classes, without those of `kerple`, torch and Python, and of what these import from their
+    folder: the code of an external method.
     """
     known = {"kerple", "torch", *sys.stdlib_module_names}
     pending = []
@@ -126,33 +127,53 @@ def source_digests(methods: Iterable[nn.Module]) -> list[str]:
                 if base.__module__.partition(".")[0] not in known:
                     pending.append(base.__module__)
 
-    # What a module has imported: other modules, and what these define.
     files: dict[str, Path] = {}
     while pending:
+        # Classes that a notebook defines have no file.
         name = pending.pop()
         file = _file_of(name)
-        # Classes that a notebook defines have no file.
         if file is None or name in files:
             continue
         files[name] = file
-        for value in vars(sys.modules[name]).values():
-            imported = getattr(value, "__module__", None)
-            if isinstance(value, ModuleType):
-                imported = value.__name__
-            found = _file_of(imported)
-            if isinstance(imported, str) and found is not None and found.parent == file.parent:
+        for imported in _imports(file, name):
+            found = None
+            if imported.partition(".")[0] not in known:
+                found = _file_of(imported)
+            if found is not None and found.is_relative_to(file.parent):
                 pending.append(imported)
     return [hashlib.sha256(file.read_bytes()).hexdigest() for file in sorted({*files.values()})]
 
 
-def _file_of(module: object) -> Path | None:
-    """The file of an imported module, by its name."""
-    file = None
-    if isinstance(module, str):
-        file = getattr(sys.modules.get(module), "__file__", None)
-    if file is None:
+def _file_of(module: str) -> Path | None:
+    """The Python file of a module, which may not be imported yet."""
+    file = getattr(sys.modules.get(module), "__file__", None)
+    if module not in sys.modules:
+        # Names may be those of functions, or of what is missing.
+        with suppress(ImportError, ValueError):
+            spec = importlib.util.find_spec(module)
+            file = getattr(spec, "origin", None)
+    if file is None or not file.endswith(".py"):
         return None
     return Path(file)
+
+
+def _imports(file: Path, module: str) -> list[str]:
+    """The names of the modules that a file imports, and of what it imports from them."""
+    package = getattr(sys.modules.get(module), "__package__", None) or module.rpartition(".")[0]
+    try:
+        tree = ast.parse(file.read_bytes())
+    except SyntaxError:  # while it is edited
+        return []
+    names = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+        if isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                base = importlib.util.resolve_name("." * node.level + base, package)
+            names += [base, *(f"{base}.{alias.name}" for alias in node.names)]
+    return names
 
 
 def load_plugin(path_or_module: str | Path) -> None:

@@ -1,18 +1,15 @@
 """Adding a positional method to a model of transformers, saving and loading it."""
 
 import copy
-import hashlib
 import json
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-from safetensors import safe_open
-from safetensors.torch import load, save
+from safetensors.torch import save
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -20,6 +17,14 @@ from kerple.attention import Attention
 from kerple.positional import ModelShape, PositionalMethod, build_layers
 from kerple.positional.registry import canonical_name, source_digests
 from kerple.positional.wrappers import Randomized
+from kerple.transformers.folders import (
+    DESCRIPTION,
+    WEIGHTS,
+    decoded,
+    digest,
+    encoded,
+    read_folder,
+)
 from kerple.transformers.mask import (
     MODULE,
     attention_of,
@@ -29,17 +34,10 @@ from kerple.transformers.mask import (
     share_tables,
 )
 from kerple.transformers.probes import Layer, check_removed, find_attention, remove_positions
+from kerple.transformers.recognition import differ, recognized, samples, stored_samples
 
 # What is noted in modules, without registering it.
 MARKS = ("_kerple_attention", "_kerple_cross", "_kerple_removed", "_kerple_state")
-WEIGHTS, DESCRIPTION = "positional.safetensors", "positional.json"
-# The keys that describe a method, and further ones in DESCRIPTION.
-DESCRIBED = {"method", "class", "options", "own_positions", "layers"}
-DESCRIBED |= {"num_layers", "num_heads", "head_size", "code"}
-IN_DESCRIPTION = {"sha256", "base_model", "samples"}
-SAMPLED_ROWS = (0, 1, 64)  # the first ones of an embedding may be padding
-# Values of two models that are the same may differ by this part of the largest one: dtypes do.
-SAME_WEIGHTS = 0.02
 # What a method may need that the interface does not pass.
 UNAVAILABLE = {
     "decay": "the hidden states of the layer, which transformers does not pass to attention",
@@ -61,7 +59,7 @@ class Methods(nn.Module):
     def __init__(self, methods: Iterable[Attention], description: dict[str, Any]):
         super().__init__()
         self.methods = nn.ModuleList(methods)
-        self.register_buffer("load_positional", _encoded(description))
+        self.register_buffer("load_positional", encoded(description))
 
     @property
     def itself(self) -> "Methods":
@@ -76,7 +74,7 @@ class Methods(nn.Module):
         """
         name = f"{prefix}load_positional"
         if name in state_dict:
-            saved, own = _decoded(state_dict[name]), _decoded(self.load_positional)
+            saved, own = decoded(state_dict[name]), decoded(self.load_positional)
             if saved.pop("code") != own.pop("code"):
                 warnings.warn(
                     f"the file of the method {own['class']} has changed since it was saved, so its "
@@ -91,15 +89,6 @@ class Methods(nn.Module):
             # Of another size if the code has changed.
             state_dict[name] = self.load_positional
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
-
-
-def _encoded(description: dict[str, Any]) -> Tensor:
-    text = json.dumps(description, sort_keys=True)
-    return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
-
-
-def _decoded(description: Tensor) -> Any:
-    return json.loads(bytes(description.tolist()))
 
 
 @dataclass(eq=False)
@@ -224,7 +213,7 @@ def save_positional(model: PreTrainedModel, folder: str | Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     owner: Any = _owner(model)
     description["base_model"] = owner.config._name_or_path
-    description["samples"] = _samples(owner)
+    description["samples"] = samples(recognized(owner, MODULE))
     module = getattr(owner, MODULE).itself
     weights = {name: tensor.detach().contiguous() for name, tensor in module.state_dict().items()}
     if any(".base_layer." in name for name in weights):
@@ -233,7 +222,7 @@ def save_positional(model: PreTrainedModel, folder: str | Path) -> None:
             f"name {MODULE} in modules_to_save"
         )
     data = save(weights, metadata={"format": "pt"})
-    text = json.dumps({**description, "sha256": _digest(description, data)}, indent=1) + "\n"
+    text = json.dumps({**description, "sha256": digest(description, data)}, indent=1) + "\n"
     # If the second file is not written, the digest in the old one does not fit the first.
     for name, content in ((WEIGHTS, data), (DESCRIPTION, text.encode())):
         unfinished = folder / f"{name}.unfinished"
@@ -253,7 +242,7 @@ def load_positional(model: PreTrainedModel, folder: str | Path) -> PreTrainedMod
     folder has no method, or one that does not fit; see `use_positional`.
     """
     folder = Path(folder)
-    parts, files = _read(folder)
+    parts, files = read_folder(folder)
     loaded: list[PreTrainedModel] = []
     try:
         for name, (description, weights) in parts.items():
@@ -261,17 +250,18 @@ def load_positional(model: PreTrainedModel, folder: str | Path) -> PreTrainedMod
             loaded.append(part)
             _load(part, description, weights, folder)
             # Nothing else tells whether they were trained with these weights.
+            found = recognized(part, MODULE)
+            own = samples(found)
             saved = description.get("samples")
             if saved is None:
-                saved = _stored_samples(files, model, part)
-            found = _samples(part)
-            if not saved.keys() & found.keys():
+                saved = stored_samples(files, model, found)
+            if not saved.keys() & own.keys():
                 warnings.warn(
                     f"{folder}: its weights have other names than those of the model, so they were "
                     "not compared; make sure that the method was saved with the same weights",
                     stacklevel=2,
                 )
-            if _differ(saved, found):
+            if differ(saved, own):
                 saved_model = description.get("base_model") or "another model"
                 warnings.warn(
                     f"{folder}: the method was saved with the weights of {saved_model}, which are "
@@ -331,155 +321,6 @@ def _embedding_of(model: PreTrainedModel) -> Tensor:
     embedding = model.get_input_embeddings().weight
     assert isinstance(embedding, Tensor)
     return embedding
-
-
-def _recognized(model: nn.Module) -> dict[str, Tensor]:
-    """The weights by which a model is recognized, by a name that its other forms have too: those of
-    the body, without a head.
-    """
-    owner: Any = _owner(model)
-    found = {}
-    for name, parameter in owner.base_model.named_parameters():
-        # The name without the layer that peft has put around it.
-        if MODULE not in name:
-            found[name.replace(".base_layer", "")] = parameter
-    return found
-
-
-def _samples(model: nn.Module) -> dict[str, list[float]]:
-    """Some values of the weights by which a model is recognized."""
-    samples = {}
-    for name, parameter in _recognized(model).items():
-        weight = parameter.detach()
-        # Elsewhere, if offloaded or split over ranks; or quantized.
-        if type(weight) is Tensor and not weight.is_meta and weight.is_floating_point():
-            samples[name] = _sample(weight, weight.shape)
-    return samples
-
-
-def _sample(weight: Any, shape: Sequence[int]) -> list[float]:
-    """Two values in each of a few rows of a weight of this shape: a tensor, or one in a file, of
-    which only these rows are read.
-    """
-    values: list[float] = []
-    for row in SAMPLED_ROWS:
-        if shape and row < shape[0]:
-            values += weight[row : row + 1].flatten()[:2].float().tolist()
-    return [float(f"{value:.4g}") for value in values]
-
-
-def _stored_samples(files: list[Path], model: Any, part: nn.Module) -> dict[str, list[float]]:
-    """The samples of the weights of a part in the files of a saved model, also if that was the body
-    of the model, or has it as its body.
-    """
-    stored = {}
-    for path in files:
-        with safe_open(path, framework="pt") as file:
-            stored.update(dict.fromkeys(file.keys(), path))
-
-    # A weight may have several names, of which one is stored.
-    names: dict[int, list[str]] = {}
-    body = f"{model.base_model_prefix}."
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).extend((name, body + name, name.removeprefix(body)))
-    samples = {}
-    for own, weight in _recognized(part).items():
-        for name in names.get(id(weight), []):
-            if name in stored:
-                with safe_open(stored[name], framework="pt") as file:
-                    tensor = file.get_slice(name)
-                    samples[own] = _sample(tensor, tensor.get_shape())
-    return samples
-
-
-def _differ(saved: dict[str, list[float]], found: dict[str, list[float]]) -> bool:
-    """Whether two models have other samples. New tokens at the end make no difference, nor weights
-    that only one of them has.
-    """
-    for name in saved.keys() & found.keys():
-        pairs = list(zip(saved[name], found[name], strict=False))
-        largest = max((abs(value) for value, _ in pairs), default=0.0)
-        if any(abs(first - second) > SAME_WEIGHTS * largest for first, second in pairs):
-            return True
-    return False
-
-
-def _read(
-    folder: Path,
-) -> tuple[dict[str, tuple[dict[str, Any], dict[str, Tensor]]], list[Path]]:
-    """The description and the weights of the methods in a folder, by the part of the model, "" in
-    an adapter; and the files of a model that was saved with its methods.
-    """
-    if (folder / DESCRIPTION).is_file():
-        config = folder / "config.json"
-        if config.is_file() and MODULE in json.loads(config.read_text()):
-            raise ValueError(
-                f"{folder}: has both {DESCRIPTION} and a model that was saved with a method; "
-                "remove one of them"
-            )
-        return {"": _read_adapter(folder)}, []
-
-    # The files that from_pretrained reads; earlier ones may lie next to them.
-    files = [folder / "model.safetensors"]
-    index_file = folder / "model.safetensors.index.json"
-    if not files[0].exists():
-        if not index_file.exists():
-            raise ValueError(
-                f"{folder}: has neither {DESCRIPTION} nor {files[0].name} nor {index_file.name}; "
-                "save the method, or the model with it, without `variant`"
-            )
-        index = json.loads(index_file.read_text())
-        files = [folder / name for name in sorted(set(index["weight_map"].values()))]
-
-    weights: dict[str, dict[str, Tensor]] = {}
-    for path in files:
-        with safe_open(path, framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118
-                part, is_method, own = name.rpartition(f"{MODULE}.")
-                if is_method:
-                    of_part = weights.setdefault(part.removesuffix("."), {})
-                    of_part[own] = file.get_tensor(name)
-    if not weights:
-        raise ValueError(f"{folder}: is a model that was saved without a method")
-    parts = {}
-    for part, tensors in weights.items():
-        if "load_positional" not in tensors:
-            raise ValueError(f"{folder}: has no description of its method; save the model again")
-        description = _decoded(tensors["load_positional"])
-        if description["method"] is None:
-            raise ValueError(
-                f"{folder}: its method {description['class']} was given as an object; add such an "
-                "object with use_positional, and read its weights with load_state_dict"
-            )
-        parts[part] = description, tensors
-    return parts, files
-
-
-def _read_adapter(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """What `save_positional` wrote. Raises ValueError if a file is damaged."""
-    try:
-        description = json.loads((folder / DESCRIPTION).read_text())
-    except ValueError as error:
-        raise ValueError(f"{folder / DESCRIPTION}: is damaged ({error})") from error
-    keys = DESCRIBED | IN_DESCRIPTION
-    if not isinstance(description, dict) or description.keys() != keys:
-        raise ValueError(
-            f"{folder / DESCRIPTION}: must have exactly the keys {', '.join(sorted(keys))}"
-        )
-    # Weights and description are two files, which must be of the same call.
-    data = (folder / WEIGHTS).read_bytes()
-    if description.pop("sha256") != _digest(description, data):
-        raise ValueError(
-            f"{folder / WEIGHTS}: is damaged, or was not saved together with this {DESCRIPTION}; "
-            "save the method again"
-        )
-    return description, load(data)
-
-
-def _digest(description: dict[str, Any], weights: bytes) -> str:
-    """SHA-256 (hexadecimal) of both files of an adapter."""
-    text = json.dumps(description, sort_keys=True)
-    return hashlib.sha256(text.encode() + weights).hexdigest()
 
 
 def _build(

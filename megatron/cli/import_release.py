@@ -78,16 +78,18 @@ def verify(root: Path) -> dict[str, Any]:
     step = find_step(root)
     for iteration in saved_iterations(root):
         folder = step_folder(root, tag_for(iteration))
+        has_manifest = read_manifest(folder) is not None
         for path in folder.glob("[!.]*.pt"):
             load_file(path)
-            # torch does not compare the checksums of its files, which are zip files.
-            if zipfile.is_zipfile(path):
+            # torch does not compare the checksums of its files, which are zip files. Those of this
+            # project have checksums in the manifest instead.
+            if not has_manifest and zipfile.is_zipfile(path):
                 with zipfile.ZipFile(path) as opened:
                     damaged = opened.testzip()
                 if damaged is not None:
                     raise CheckpointError(f"{path}: {damaged} is damaged (wrong checksum)")
         check_finite(folder)
-        if read_manifest(folder) is None:
+        if not has_manifest:
             write_manifest_of_folder(folder, iteration)
         if damage := find_damage(folder):
             raise CheckpointError(damage)

@@ -213,6 +213,12 @@ class TransformersDecoder:
         # A method of kerple.transformers, added to the model's own positions or in their place.
         added = getattr(config, "kerple_positional", None)
         if added is not None:
+            modules = [name.rpartition(".")[2] for name, _ in inner.named_modules()]
+            if "kerple_positional" not in modules:
+                raise UserError(
+                    f"the model was saved with the method {added['class']}, which it does not have "
+                    "now; add it with kerple.transformers.load_positional"
+                )
             self.pos_emb = added["class"]
             if added["method"] is not None:
                 self.pos_emb = describe_method(added["method"], added["options"])

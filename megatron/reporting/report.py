@@ -118,8 +118,8 @@ def write_report(
 
     # Create the folders only if there is something to write, and each file once.
     for chapter in chapters:
-        names = [table.name for table in chapter.tables]
-        names += [figure.name for figure in chapter.figures]
+        names = [f"{table.name}.md" for table in chapter.tables]
+        names += [f"{figure.name}.png" for figure in chapter.figures]
         repeated = sorted({name for name in names if names.count(name) > 1})
         if repeated:
             raise UserError(

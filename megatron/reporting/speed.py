@@ -4,9 +4,8 @@ from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from megatron.config import Config
-from megatron.evaluation.records import fingerprint_of
 from megatron.reporting.aggregate import AnyRecord, Method, method_of
 from megatron.reporting.formatting import format_mean
 from megatron.reporting.published import Published, corpus_name, load_published
@@ -14,6 +13,9 @@ from megatron.reporting.tables import Cell, Row, Section, Table
 from megatron.reporting.training_log import read_log
 from megatron.utils.errors import UserError
 from megatron.utils.files import METRICS
+
+if TYPE_CHECKING:
+    from megatron.config import Config
 
 
 @dataclass(frozen=True)
@@ -67,7 +69,7 @@ def step_times(records: Iterable[AnyRecord], notes: list[str]) -> list[StepTime]
         # The folder may have been trained anew since the evaluation.
         if not _is_same_run(record, step, config):
             notes.append(
-                f"No training time is shown for {path}: it was trained in another way after the "
+                f"No training time is shown for {path}: it was trained further or anew after the "
                 "evaluation; evaluate it again."
             )
             continue
@@ -84,7 +86,7 @@ def step_times(records: Iterable[AnyRecord], notes: list[str]) -> list[StepTime]
     return times
 
 
-def _is_same_run(record: AnyRecord, step: Path, config: Config) -> bool:
+def _is_same_run(record: AnyRecord, step: Path, config: "Config") -> bool:
     """Whether the checkpoint that was evaluated is of the same run as a later one: it is still
     there, or the seed and recipe are the same. True if the record does not tell.
     """
@@ -93,11 +95,11 @@ def _is_same_run(record: AnyRecord, step: Path, config: Config) -> bool:
     from megatron.checkpoint.recipe import training_recipe
 
     checkpoint = record["checkpoint"]
-    if fingerprint_of(record) is None:
+    if checkpoint.get("fingerprint") is None:
         return True
     with suppress(UserError):
         evaluated = find_step(checkpoint["path"], checkpoint["iteration"])
-        return weights_fingerprint(evaluated) == fingerprint_of(record)
+        return weights_fingerprint(evaluated) == checkpoint["fingerprint"]
     if checkpoint.get("recipe") is None:
         return True
     recipe = training_recipe(step, config)

@@ -9,6 +9,7 @@ import unicodedata
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import tokenizers
@@ -38,12 +39,6 @@ SAMPLE = (
     "  The  end."
 )
 CHARACTERS_PER_TEXT = 64  # of `sample_texts`
-# Normalizers that keep the text: NFC, which changes few texts, and that of `CharLevelTokenizer` in
-# exports, for NUL.
-KEEP_TEXT = [
-    tokenizers.normalizers.NFC().__getstate__(),
-    tokenizers.normalizers.Replace("\0", END_OF_DOCUMENT).__getstate__(),
-]
 
 # 256 byte symbols and the end-of-document token.
 MIN_VOCAB_SIZE = 257
@@ -133,17 +128,26 @@ class _LibraryTokenizer(Tokenizer):
 
         # Normalizers and pre-tokenizers that remove or replace any sequence of characters.
         normalizer, splits = self._tokenizer.normalizer, self._tokenizer.pre_tokenizer
-        if normalizer is not None and normalizer.__getstate__() not in KEEP_TEXT:
+        if normalizer is not None and not _keeps_text(json.loads(normalizer.__getstate__())):
             return None
         if splits is not None and b'"Removed"' in splits.__getstate__():
             return None
 
         # Others, and unknown tokens, may change the number of bytes.
-        for text in sample_texts():
+        for text in (*sample_texts(), " first"):
             normal = unicodedata.normalize("NFC", text)
             if lengths[self.tokenize(normal)].sum() != len(normal.encode()):
                 return None
         return lengths
+
+
+def _keeps_text(normalizer: dict[str, Any]) -> bool:
+    """Whether a normalizer (as in tokenizer.json) is NFC, which changes few texts, or that of
+    `CharLevelTokenizer` in exports, for NUL.
+    """
+    if normalizer["type"] == "Sequence":
+        return all(map(_keeps_text, normalizer["normalizers"]))
+    return normalizer["type"] == "NFC" or normalizer.get("pattern") == {"String": "\0"}
 
 
 def sample_texts() -> list[str]:

@@ -2,14 +2,13 @@
 
 import copy
 import gc
-import json
 import pickle
 from pathlib import Path
 
 import peft
 import pytest
 import torch
-from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import AutoModel, AutoModelForCausalLM
 
 from kerple.positional import KerpleLog, load_plugin, registry
 from kerple.transformers import load_positional, save_positional, use_positional
@@ -78,20 +77,6 @@ def test_a_saved_model_is_loaded_with_its_method(tmp_path):
         load_positional(loaded, tmp_path / "variant")
 
 
-def test_a_model_that_was_saved_twice(tmp_path):
-    """First in shards, and then in one file, and the reverse."""
-    model = family_model("llama")
-    use_positional(model, "kerple_log")
-    inputs = family_inputs(model)
-    for size in ("20KB", "5GB", "20KB"):
-        with torch.no_grad():
-            method_of(model).bias_p.mul_(1.5)
-        model.save_pretrained(tmp_path, max_shard_size=size)
-        loaded = load_positional(AutoModelForCausalLM.from_pretrained(tmp_path), tmp_path)
-        if not (tmp_path / "model.safetensors").exists() or size == "5GB":
-            assert torch.equal(outputs(loaded, inputs), outputs(model, inputs))
-
-
 def test_a_method_without_parameters_is_never_lost_silently(tmp_path):
     model = family_model("llama")
     use_positional(model, "alibi", own_positions="remove")
@@ -151,66 +136,6 @@ def test_weights_of_another_method(tmp_path):
         model.load_state_dict(state, strict=False)
 
 
-def test_another_base_model(tmp_path, recwarn):
-    """Of the same shape: one warning, which names the folder and the model that was saved."""
-    model, other = family_model("llama"), family_model("llama")
-    with torch.no_grad():
-        other.model.embed_tokens.weight.copy_(torch.randn(99, 32) / 5)
-    model.save_pretrained(tmp_path / "base")
-    adapted = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
-    use_positional(adapted, "kerple_power")
-    save_positional(adapted, tmp_path / "adapter")
-    adapted.save_pretrained(tmp_path / "whole")
-    assert not recwarn.list
-    with pytest.warns(UserWarning, match="adapter: .*base"):
-        load_positional(other, tmp_path / "adapter")
-    with pytest.warns(UserWarning, match="whole: "):
-        load_positional(other, tmp_path / "whole")
-
-
-@pytest.mark.parametrize("part", ["mlp", "v_proj", "norm"])
-def test_a_base_model_of_which_a_part_was_trained(tmp_path, part):
-    model = family_model("llama")
-    use_positional(model, "kerple_log")
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if part in name:
-                parameter.mul_(1.1)
-    save_positional(model, tmp_path / "adapter")
-    model.save_pretrained(tmp_path / "whole")
-    for folder in ("adapter", "whole"):
-        with pytest.warns(UserWarning, match=f"{folder}: "):
-            load_positional(family_model("llama"), tmp_path / folder)
-
-
-def test_a_base_model_of_another_class(tmp_path):
-    """The body of a saved language model, and a language model with a saved body."""
-    model = family_model("llama")
-    use_positional(model, "kerple_log")
-    other = family_model("llama")
-    with torch.no_grad():
-        other.model.embed_tokens.weight.mul_(2)
-    model.save_pretrained(tmp_path / "whole")
-    with pytest.warns(UserWarning, match="whole: "):
-        load_positional(other.model, tmp_path / "whole")
-    body = family_model("llama").model
-    use_positional(body, "kerple_log")
-    body.save_pretrained(tmp_path / "body")
-    with pytest.warns(UserWarning, match="body: "):
-        load_positional(other, tmp_path / "body")
-
-
-def test_a_base_model_without_matrices(tmp_path, recwarn):
-    """As quantized ones, whose layers have other parameters."""
-    model, other = family_model("llama"), family_model("llama")
-    use_positional(model, "kerple_log")
-    save_positional(model, tmp_path)
-    torch.ao.quantization.quantize_dynamic(other, {torch.nn.Linear}, inplace=True)
-    recwarn.clear()
-    load_positional(other, tmp_path)
-    assert not [each for each in recwarn if str(tmp_path) in str(each.message)]
-
-
 def test_layers_of_peft_in_a_method(tmp_path):
     model = family_model("llama")
     use_positional(model, "transformer_xl")
@@ -255,32 +180,6 @@ def test_a_configuration_of_a_model_with_a_method(tmp_path):
     other = type(model)(copy.deepcopy(model.config)).eval()
     with pytest.raises(ValueError, match="has no method"):
         other(torch.randint(3, 99, (1, 5)))
-
-
-def test_the_base_model_in_another_form(tmp_path, recwarn):
-    """In bfloat16, with more tokens, as a part, with another head, or trained and saved too."""
-    model = family_model("llama")
-    use_positional(model, "alibi")
-    save_positional(model, tmp_path / "adapter")
-    plain = family_model("llama")
-    plain.save_pretrained(tmp_path / "base")
-    classifier = AutoModelForSequenceClassification.from_pretrained(tmp_path / "base")
-    longer = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
-    longer.resize_token_embeddings(200)
-    recwarn.clear()
-    for each in (plain.bfloat16(), family_model("llama").model, classifier, longer):
-        load_positional(each, tmp_path / "adapter")
-
-    # All weights were trained, and the model was saved before or after the method.
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(2)
-    save_positional(model, tmp_path / "trained")
-    model.save_pretrained(tmp_path / "model")
-    trained = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
-    load_positional(trained, tmp_path / "trained")
-    load_positional(trained, tmp_path / "model")
-    assert not [each for each in recwarn if str(tmp_path) in str(each.message)]
 
 
 def test_a_part_of_a_model(tmp_path):
@@ -342,43 +241,6 @@ def test_weights_that_do_not_fit(tmp_path):
         load_positional(model, tmp_path)
 
 
-def test_an_edited_description(tmp_path):
-    model = family_model("llama")
-    use_positional(model, "rpe", num_buckets=8)
-    save_positional(model, tmp_path)
-    description = json.loads((tmp_path / "positional.json").read_text())
-    for changed in (
-        {**description, "layer": [0]},
-        {**description, "options": {"num_bucket": 8}},
-        {**description, "method": "kerple_log", "options": {}},
-        {**description, "own_positions": "remove"},
-    ):
-        (tmp_path / "positional.json").write_text(json.dumps(changed))
-        with pytest.raises(ValueError, match=r"layer|damaged"):
-            load_positional(model, tmp_path)
-
-
-@pytest.mark.parametrize("content", ["", "[]", '{"method": "kerple_log"}'])
-def test_a_damaged_description(content, tmp_path):
-    model = family_model("llama")
-    use_positional(model, "kerple_log")
-    save_positional(model, tmp_path)
-    (tmp_path / "positional.json").write_text(content)
-    with pytest.raises(ValueError, match=r"positional\.json"):
-        load_positional(model, tmp_path)
-
-
-@pytest.mark.parametrize("cut", [0, 40, -5])
-def test_damaged_weights(cut, tmp_path):
-    model = family_model("llama")
-    use_positional(model, "kerple_log")
-    save_positional(model, tmp_path)
-    file = tmp_path / "positional.safetensors"
-    file.write_bytes(file.read_bytes()[:cut])
-    with pytest.raises(ValueError, match=r"positional\.safetensors"):
-        load_positional(model, tmp_path)
-
-
 def test_copies_and_pickles():
     model = family_model("llama")
     use_positional(model, "kerple_log", own_positions="remove")
@@ -397,18 +259,6 @@ def test_autocast(name):
     with torch.autocast("cpu", torch.bfloat16):
         found = outputs(model, inputs)
     assert (found - expected).abs().max() / expected.std() < 0.1
-
-
-def test_two_methods_in_a_folder(tmp_path):
-    model = family_model("llama")
-    use_positional(model, "kerple_log")
-    model.save_pretrained(tmp_path)
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
-    use_positional(loaded, None)
-    assert not hasattr(loaded.config, "kerple_positional")
-    save_positional(model, tmp_path)
-    with pytest.raises(ValueError, match=r"positional\.json"):
-        load_positional(loaded, tmp_path)
 
 
 def test_a_method_given_as_an_object(tmp_path):

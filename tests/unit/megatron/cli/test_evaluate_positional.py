@@ -10,6 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from kerple.transformers import load_positional, save_positional, use_positional
 from megatron.cli.evaluate import main
 from megatron.convert.tokenizer_files import write_tokenizer
+from megatron.evaluation import evaluate_extrapolation
 from megatron.evaluation.records import read_results
 from megatron.tokenizer.tokenizer import TokenizerFiles
 from tests.support.errors import assert_rejected
@@ -93,6 +94,14 @@ def test_a_model_whose_weights_are_missing(folder, tmp_path):
     config = json.loads((folder / "deeper" / "config.json").read_text())
     (folder / "deeper" / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 3}))
     assert_rejected(r"deeper.*layers\.2", evaluate, folder, checkpoint="deeper")
+
+
+def test_a_model_without_the_method_that_it_was_saved_with(folder):
+    model = AutoModelForCausalLM.from_pretrained(folder / "complete")
+    tokens = torch.tensor([*TEXT.encode()])
+    assert_rejected("load_positional", evaluate_extrapolation, model, tokens, [32], train_length=32)
+    load_positional(model, folder / "complete")
+    assert evaluate_extrapolation(model, tokens, [32], train_length=32)
 
 
 def test_an_adapter_of_another_model(folder, capsys):

@@ -377,6 +377,7 @@ def test_byte_lengths_of_byte_level_tokens(tmp_path):
     ("component", "value", "is_known"),
     [
         ("normalizer", {"type": "NFC"}, True),
+        ("normalizer", {"type": "Sequence", "normalizers": [{"type": "NFC"}]}, True),
         ("normalizer", {"type": "NFKC"}, False),
         ("normalizer", {"type": "StripAccents"}, False),
         (
