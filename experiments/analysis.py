@@ -45,7 +45,7 @@ class Comparison:
     Attributes:
         by_seed: the difference of each pair of runs with the same seed.
         documents: the squared standard error of the mean over documents.
-        paper: the paper's difference on the corpus that this one replaces.
+        paper: the paper's difference on the corpus that this one replaces; NaN if it has none.
     """
 
     by_seed: tuple[float, ...]
@@ -189,7 +189,9 @@ def _conditions(record: AnyRecord) -> tuple[object, ...]:
 
 
 def paper_difference(corpus: str, baseline: str, multiples: Sequence[int]) -> float:
-    """The loss of log minus that of the baseline in KERPLE's Table 3, the mean over lengths."""
+    """The loss of log minus that of the baseline in KERPLE's Table 3, the mean over lengths; NaN if
+    the table does not have the baseline.
+    """
     table = load_published("kerple-3")
     paper_corpus = PAPER_CORPORA[corpus]
     differences = []
@@ -198,7 +200,9 @@ def paper_difference(corpus: str, baseline: str, multiples: Sequence[int]) -> fl
         losses = []
         for method in (LOG, baseline):
             text = table.value(paper_corpus, Method(method), multiple * table.train_length)
-            mean, _, _ = (text or "").partition(" ")
+            if text is None:
+                return math.nan
+            mean, _, _ = text.partition(" ")
             losses.append(math.log(float(mean)))
         of_log, of_baseline = losses
         differences.append(of_log - of_baseline)

@@ -125,6 +125,10 @@ def test_the_difference_of_the_paper():
     assert paper_difference("debian_c", "alibi", BEYOND) == pytest.approx(sum(beyond) / 4)
 
 
+def test_a_method_that_the_paper_does_not_have():
+    assert math.isnan(paper_difference("debian_c", "kerple_log_steep", (1,)))
+
+
 @pytest.mark.parametrize("keys", [{"targets": "other"}, {"train_length": 256, "length": 256}])
 def test_runs_that_are_not_comparable_are_named(keys):
     records = [
