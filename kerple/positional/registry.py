@@ -131,20 +131,20 @@ def source_digests(methods: Iterable[nn.Module]) -> list[str]:
     while pending:
         # Classes that a notebook defines have no file.
         name = pending.pop()
-        file = _file_of(name)
+        file = file_of_module(name)
         if file is None or name in files:
             continue
         files[name] = file
         for imported in _imports(file, name):
             found = None
             if imported.partition(".")[0] not in known:
-                found = _file_of(imported)
+                found = file_of_module(imported)
             if found is not None and found.is_relative_to(file.parent):
                 pending.append(imported)
     return [hashlib.sha256(file.read_bytes()).hexdigest() for file in sorted({*files.values()})]
 
 
-def _file_of(module: str) -> Path | None:
+def file_of_module(module: str) -> Path | None:
     """The Python file of a module, which may not be imported yet."""
     file = getattr(sys.modules.get(module), "__file__", None)
     if module not in sys.modules:

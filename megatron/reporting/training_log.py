@@ -3,6 +3,7 @@ iteration.
 """
 
 import contextlib
+import math
 import os
 import statistics
 from pathlib import Path
@@ -60,19 +61,28 @@ def read_log(path: Path, run: str = "") -> tuple[float, float] | None:
     steps.
 
     run: `TrainingState.run`; empty for lines of earlier versions, which have none. Both are medians
-    over the lines of the run. Its first line includes warm-up and is skipped if there are others.
+    over the lines of the run with the median number of tokens per step, because its batches may
+    have changed. Its first line includes warm-up and is skipped if there are others.
     Incomplete lines are skipped: the last one may be being written, and killed runs may have left
     others. Raises UserError if the file cannot be read or a value has a wrong type.
     """
-    seconds: list[float] = []
-    rates: list[float] = []
+    steps: list[tuple[float, float]] = []
     for number, content in enumerate(read_lines(path, MAX_LINE_BYTES), start=1):
         line = parse_metrics(content, f"{path}, line {number}")
         if not line or line.get("run", "") != run:
             continue
         if line.get("train/seconds_per_step") and line.get("train/tokens_per_second"):
-            seconds.append(line["train/seconds_per_step"])
-            rates.append(line["train/tokens_per_second"])
-    if not rates:
+            steps.append((line["train/seconds_per_step"], line["train/tokens_per_second"]))
+    steps = steps[1:] or steps
+    if not steps:
         return None
-    return statistics.median(seconds[1:] or seconds), statistics.median(rates[1:] or rates)
+
+    # Tokens per step are products of rounded numbers.
+    tokens = [seconds * rate for seconds, rate in steps]
+    usual = statistics.median_low(tokens)
+    chosen = []
+    for step, tokens_per_step in zip(steps, tokens, strict=True):
+        if math.isclose(tokens_per_step, usual, rel_tol=0.02):
+            chosen.append(step)
+    seconds, rates = zip(*chosen, strict=True)
+    return statistics.median(seconds), statistics.median(rates)

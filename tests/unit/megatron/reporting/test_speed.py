@@ -85,6 +85,15 @@ def test_only_the_lines_of_the_run_count(tmp_path):
     assert read_log(tmp_path / "logs" / "metrics.jsonl", "third") is None
 
 
+def test_a_run_that_was_continued_with_other_batches(tmp_path):
+    """The batches of most lines count."""
+    log = tmp_path / "metrics.jsonl"
+    before = [line(step, 512.0, 1024) for step in range(1, 4)]
+    after = [line(step, 2048.0, 8192) for step in range(4, 9)]
+    log.write_text("\n".join(before + after))
+    assert read_log(log) == (4.0, 2048.0)
+
+
 def test_a_folder_that_was_trained_anew_has_no_time(tmp_path):
     write_checkpoint(tmp_path / "checkpoints", "rotary", "nowhere")
     (tmp_path / "logs").mkdir()
