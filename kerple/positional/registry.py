@@ -4,7 +4,6 @@ Methods register themselves with a decorator, so a new method is a new file in t
 user's own file or module (`load_plugin`).
 """
 
-import ast
 import difflib
 import hashlib
 import importlib
@@ -12,7 +11,6 @@ import importlib.util
 import sys
 import traceback
 from collections.abc import Callable, Iterable
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -116,64 +114,17 @@ def place_in_plugin(error: BaseException) -> str | None:
 
 def source_digests(methods: Iterable[nn.Module]) -> list[str]:
     """The SHA-256 (hexadecimal) of each file that defines the methods, their modules and base
-    classes, without those of `kerple`, torch and Python, and of what these import from their
-    folder: the code of an external method.
+    classes, without those of `kerple`, torch and Python: the code of an external method.
     """
-    known = {"kerple", "torch", *sys.stdlib_module_names}
-    pending = []
+    known, files = {"kerple", "torch", *sys.stdlib_module_names}, set()
     for method in methods:
         for module in method.modules():
             for base in type(module).__mro__:
-                if base.__module__.partition(".")[0] not in known:
-                    pending.append(base.__module__)
-
-    files: dict[str, Path] = {}
-    while pending:
-        # Classes that a notebook defines have no file.
-        name = pending.pop()
-        file = file_of_module(name)
-        if file is None or name in files:
-            continue
-        files[name] = file
-        for imported in _imports(file, name):
-            found = None
-            if imported.partition(".")[0] not in known:
-                found = file_of_module(imported)
-            if found is not None and found.is_relative_to(file.parent):
-                pending.append(imported)
-    return [hashlib.sha256(file.read_bytes()).hexdigest() for file in sorted({*files.values()})]
-
-
-def file_of_module(module: str) -> Path | None:
-    """The Python file of a module, which may not be imported yet."""
-    file = getattr(sys.modules.get(module), "__file__", None)
-    if module not in sys.modules:
-        # Names may be those of functions, or of what is missing.
-        with suppress(ImportError, ValueError):
-            spec = importlib.util.find_spec(module)
-            file = getattr(spec, "origin", None)
-    if file is None or not file.endswith(".py"):
-        return None
-    return Path(file)
-
-
-def _imports(file: Path, module: str) -> list[str]:
-    """The names of the modules that a file imports, and of what it imports from them."""
-    package = getattr(sys.modules.get(module), "__package__", None) or module.rpartition(".")[0]
-    try:
-        tree = ast.parse(file.read_bytes())
-    except SyntaxError:  # while it is edited
-        return []
-    names = []
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            names += [alias.name for alias in node.names]
-        if isinstance(node, ast.ImportFrom):
-            base = node.module or ""
-            if node.level:
-                base = importlib.util.resolve_name("." * node.level + base, package)
-            names += [base, *(f"{base}.{alias.name}" for alias in node.names)]
-    return names
+                # Classes that a notebook defines have no file.
+                file = getattr(sys.modules.get(base.__module__), "__file__", None)
+                if file is not None and base.__module__.partition(".")[0] not in known:
+                    files.add(file)
+    return [hashlib.sha256(Path(file).read_bytes()).hexdigest() for file in sorted(files)]
 
 
 def load_plugin(path_or_module: str | Path) -> None:

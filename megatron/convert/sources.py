@@ -12,7 +12,7 @@ import importlib.util
 import inspect
 import os
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -24,7 +24,6 @@ from kerple.attention import attend_in_mode, parse_mode
 from kerple.attention.backends import chunked, flex, reference, sdpa
 from kerple.attention.parts import run
 from kerple.positional import PositionalMethod, append_decay, method_class
-from kerple.positional.registry import file_of_module
 from kerple.positional.wrappers import Randomized
 from megatron.checkpoint.storage import CheckpointError
 
@@ -137,20 +136,6 @@ def _add_source(module: ModuleType, files: dict[str, str]) -> None:
         _add_source(sys.modules[origin], files)
 
 
-def _check_elsewhere(modules: Iterable[str], importer: str) -> None:
-    """Raises CheckpointError if one of the modules is in the importer's folder, from which an
-    export has the importer only.
-    """
-    own = file_of_module(importer)
-    for module in modules:
-        file = file_of_module(module)
-        if own is not None and file is not None and file.is_relative_to(own.parent):
-            raise CheckpointError(
-                f"{own} imports {file}, which an export does not have; put its code into the file "
-                "of the method"
-            )
-
-
 @cache
 def _with_relative_imports(source: str, importer: str) -> tuple[str, list[str]]:
     """A module's source with relative imports of files instead of imports from `kerple`, and the
@@ -168,7 +153,6 @@ def _with_relative_imports(source: str, importer: str) -> tuple[str, list[str]]:
             modules, is_relative = [item.name for item in node.names], False
         roots = {module.partition(".")[0] for module in modules}
         if not is_relative and roots.isdisjoint(("kerple", "megatron")):
-            _check_elsewhere(modules, importer)
             continue
         names_by_module = _imported_names(node, importer)
         indent = " " * node.col_offset

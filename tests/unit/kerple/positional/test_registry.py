@@ -85,37 +85,15 @@ class ToyStep(PositionalMethod):
 
 
 @pytest.mark.usefixtures("restored_registry")
-def test_digests_of_code_and_of_the_files_that_it_imports(tmp_path, monkeypatch):
-    """A package with a method, what it imports, and a file that it does not."""
-    package = tmp_path / "digested_methods"
-    package.mkdir()
-    (package / "__init__.py").write_text("")
-    (package / "parts").mkdir()
-    (package / "parts" / "__init__.py").write_text("")
-    (package / "parts" / "late.py").write_text("def scaled(value):\n    return value\n")
-    (package / "scale.py").write_text("FACTOR = 2.0\n")
-    (package / "other.py").write_text("")
-    (package / "own.py").write_text(
-        "from digested_methods.scale import FACTOR\n"
-        "from kerple.positional import Alibi, register\n\n\n"
-        "@register('digested')\nclass Digested(Alibi):\n"
-        "    def bias(self, distance):\n        from .parts import late\n\n"
-        "        return FACTOR * late.scaled(super().bias(distance))\n"
-    )
-    monkeypatch.syspath_prepend(tmp_path)
-    load_plugin("digested_methods.own")
-    method = build("digested", SHAPE)
+def test_digests_of_code(tmp_path):
+    path = tmp_path / "toy_digest.py"
+    path.write_text(PLUGIN)
+    load_plugin(path)
+    method = build("toy_step", SHAPE, step=3.0)
     before = source_digests([method])
-    # Also the file in a folder of its own, which is not imported yet.
-    assert len(before) == 4
-    (package / "other.py").write_text("CHANGED = True\n")
-    assert source_digests([method]) == before
-    for file in (package / "scale.py", package / "parts" / "late.py"):
-        content = file.read_text()
-        file.write_text(f"{content}# changed\n")
-        assert source_digests([method]) != before
-        file.write_text(content)
-    assert source_digests([method]) == before
+    assert len(before) == 1
+    path.write_text(f"{PLUGIN}# changed\n")
+    assert source_digests([method]) != before
     assert source_digests([build("alibi", SHAPE)]) == []
 
 

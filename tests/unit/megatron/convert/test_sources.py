@@ -59,21 +59,6 @@ def test_other_imports_of_this_project_are_rejected(tmp_path, monkeypatch):
         self_contained_files("outside")
 
 
-def test_imports_of_files_next_to_a_method_are_rejected(tmp_path, monkeypatch):
-    """An export would not have them."""
-    (tmp_path / "exported_helper.py").write_text("SLOPE = 2.0\n")
-    (tmp_path / "exported_method.py").write_text(
-        "from exported_helper import SLOPE\nfrom kerple.positional import Alibi, register\n\n\n"
-        "@register('with_helper')\nclass WithHelper(Alibi):\n"
-        "    def bias(self, distance):\n        return SLOPE * super().bias(distance)\n"
-    )
-    monkeypatch.setattr(registry, "_METHODS", dict(registry._METHODS))
-    monkeypatch.syspath_prepend(tmp_path)
-    importlib.import_module("exported_method")
-    with pytest.raises(CheckpointError, match=r"exported_helper\.py"):
-        self_contained_files("with_helper")
-
-
 def test_an_external_method(tmp_path, monkeypatch):
     monkeypatch.setattr(registry, "_METHODS", dict(registry._METHODS))
     (tmp_path / "mymethods").mkdir()
