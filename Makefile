@@ -31,7 +31,7 @@ TEST_WORKERS ?= 2
 MARKS = not slow and not ci
 PYTEST = $(BIN)/python -m pytest -q -m "$(MARKS)" -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: setup demo test test-ci test-unit test-latest lock test-hosts lint docs bench bench-gpu pictures clean
+.PHONY: setup demo test test-ci test-unit test-latest test-oldest lock test-hosts lint docs bench bench-gpu pictures clean
 
 setup: $(VENV)/.installed
 
@@ -80,13 +80,19 @@ test-ci: test
 test-unit: setup
 	$(PYTEST) tests/unit
 
-# The tests of exports, evaluation, the configuration and reports.
+# The tests of exports, evaluation, the configuration and reports. Then, those of kerple.transformers with the oldest
+# version that it supports.
 LATEST_TESTS := $(addprefix tests/unit/megatron/,checkpoint convert cli/test_eval_tasks.py cli/test_evaluate_positional.py config evaluation inference plots reporting utils/test_environment.py) \
   $(addprefix tests/integration/test_,transformers_training.py evaluate.py) tests/unit/kerple/transformers
 
 test-latest:
 	rm -rf .venv-latest
 	$(MAKE) test VENV=.venv-latest CONSTRAINTS= MARKS="not slow" TESTS="$(LATEST_TESTS)"
+	$(MAKE) test-oldest VENV=.venv-latest CONSTRAINTS= MARKS="not slow"
+
+test-oldest:
+	$(INSTALL) "transformers==5.0.0"
+	$(PYTEST) tests/unit/kerple/transformers
 
 # The build of torch differs between machines. The Makefile chooses it, so it is not in the lock.
 lock:

@@ -16,7 +16,9 @@ from kerple.transformers.mask import attention_mask
 from tests.support.model_families import (
     DECODERS,
     IN_FLOAT64,
+    OLDEST,
     TOLERANCE,
+    caches_of,
     each_of,
     family_inputs,
     family_model,
@@ -69,7 +71,7 @@ def test_generation_with_caches(name, padding):
         "eos_token_id": None,
     }
     expected = model.generate(**inputs, **options, use_cache=False)
-    for cache in ("dynamic", "static"):
+    for cache in caches_of(name):
         found = model.generate(**inputs, **options, cache_implementation=cache)
         assert torch.equal(found.sequences, expected.sequences), cache
         for mine, theirs in zip(found.scores, expected.scores, strict=True):
@@ -99,7 +101,8 @@ def test_quantized_cache(name, method):
     use_positional(model, method)
     inputs = family_inputs(model, "left")
     options = {"max_new_tokens": 9, "do_sample": False, "eos_token_id": None}
-    for beams in (1, 3):
+    # transformers 5.0 reorders the beams of a quantized part that is still empty, and fails.
+    for beams in (1,) if OLDEST else (1, 3):
         expected = model.generate(**inputs, **options, num_beams=beams, use_cache=False)
         layers = [LosslessLayer(residual_length=4) for _ in range(model.config.num_hidden_layers)]
         cache = Cache(layers=layers)
@@ -115,7 +118,8 @@ def test_assisted_generation(name):
     use_positional(model, "kerple_log")
     use_positional(assistant, "alibi")
     tokens = family_inputs(model)["input_ids"][:1]
-    options = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None}
+    # No token has this number, so generation never ends early. (transformers 5.0 refuses None.)
+    options = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": -1}
     expected = model.generate(tokens, **options)
     for helper in ({"assistant_model": assistant}, {"prompt_lookup_num_tokens": 3}):
         assert torch.equal(model.generate(tokens, **options, **helper), expected)

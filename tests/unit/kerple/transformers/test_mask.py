@@ -15,16 +15,14 @@ from transformers import (
     LlavaConfig,
     LlavaForConditionalGeneration,
     StaticCache,
-)
-from transformers.masking_utils import (
-    sliding_window_bidirectional_mask_function,
-    sliding_window_causal_mask_function,
+    masking_utils,
 )
 
 from kerple.transformers import use_positional
 from kerple.transformers.mask import attention_mask
 from tests.support.model_families import (
     FAMILIES,
+    OLDEST,
     TOLERANCE,
     VOCABULARY,
     family_inputs,
@@ -39,6 +37,8 @@ from tests.support.model_families import (
 @torch.no_grad()
 def test_packed_rows(name):
     """Positions that restart give what the texts give alone."""
+    if OLDEST and name == "llama4_text":
+        pytest.skip("the chunks of Llama 4 are wrong for packed rows in transformers 5.0")
     model = family_model(name)
     use_positional(model, "kerple_log")
     texts = [torch.randint(3, VOCABULARY, (1, length)) for length in (9, 4, 7)]
@@ -392,18 +392,30 @@ def test_probabilities_with_padding_between_tokens(name):
 
 
 @pytest.mark.parametrize(
+    ("name", "causal", "window"),
+    [
+        ("sliding_window_causal_mask_function", True, 4),
+        ("sliding_window_bidirectional_mask_function", False, 5),
+    ],
+)
+def test_windows_of_transformers(name, causal, window):
+    """transformers counts the query's own position, or the distance."""
+    if not hasattr(masking_utils, name):
+        pytest.skip(f"transformers 5.0 has no {name}")
+    function = getattr(masking_utils, name)(4)
+    visible = attention_mask(1, 12, 12, mask_function=function, local_size=4).visible
+    assert (visible.causal, visible.window, visible.dense) == (causal, window, None)
+
+
+@pytest.mark.parametrize(
     ("function", "causal", "window"),
     [
-        (sliding_window_causal_mask_function(4), True, 4),
-        (sliding_window_bidirectional_mask_function(4), False, 5),
         (lambda row, head, query, key: (query - key).abs() <= 2, False, 3),
         (lambda row, head, query, key: (query - key).abs() <= 7, False, None),
     ],
 )
 def test_windows_are_found(function, causal, window):
-    """transformers counts the query's own position, the distance, or the keys on both sides. Any
-    other window is a matrix.
-    """
+    """A layer may also count the keys on both sides. Any other window is a matrix."""
     visible = attention_mask(1, 12, 12, mask_function=function, local_size=4).visible
     assert (visible.causal, visible.window) == (causal, window)
     assert (visible.dense is None) == (window is not None)
