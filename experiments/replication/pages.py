@@ -10,7 +10,7 @@ import itertools
 import json
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -20,6 +20,7 @@ from matplotlib.figure import Figure
 from pandas import DataFrame
 
 from experiments.analysis import (
+    BEYOND,
     Records,
     compare,
     comparison_table,
@@ -51,7 +52,7 @@ from experiments.retrofit.results import (
 from megatron.evaluation.records import RESULTS, Record, read_results
 from megatron.reporting.aggregate import AnyRecord, method_of, setting_of
 from megatron.reporting.differences import Key, PairedLosses
-from megatron.reporting.formatting import format_length
+from megatron.reporting.formatting import NOT_MEASURED, format_length
 from megatron.reporting.published import corpus_name, corpus_sort_key
 from megatron.reporting.style import SCREEN, Style, render
 from megatron.reporting.tables import Table, markdown
@@ -101,6 +102,12 @@ class Experiment:
 EXPERIMENTS = RECORDS.parents[1]
 LONG_CONTEXT = Experiment(EXPERIMENTS / "long_context" / "records" / "main", 512, 16384)
 BYTES = Experiment(EXPERIMENTS / "bytes" / "records" / "main", 256, 8192)
+# How its models are trained -> those models, log and ALiBi only except in the first line.
+LONGER_AND_WIDER = {
+    "3,000 steps, width 96": BYTES,
+    "12,000 steps": Experiment(EXPERIMENTS / "bytes" / "records" / "longer", 256, 8192),
+    "width 192": Experiment(EXPERIMENTS / "bytes" / "records" / "wider", 256, 8192),
+}
 # By the names of their pages.
 PLANNED = {"long-context": LONG_CONTEXT, "bytes": BYTES}
 
@@ -207,6 +214,7 @@ def blocks() -> dict[str, str]:
         "comparisons": comparison_table(records),
         "recall": recall_table(_recall()),
         "bytes-ranges": range_table(BYTES.records()),
+        "bytes-order": order_table(LONGER_AND_WIDER),
     }
     for name, experiment in PLANNED.items():
         planned = experiment.records()
@@ -250,6 +258,32 @@ def answer(experiment: Experiment) -> Table:
     )
     labels = (f"trained at {shortest:,} tokens, loss at",)
     return Table("answer", "Answer", labels, columns, tuple(lines))
+
+
+def order_table(experiments: Mapping[str, Experiment]) -> Table:
+    """Log minus ALiBi at the training length and beyond it, with its interval from two seeds on, a
+    row per experiment that has records.
+    """
+    lines = []
+    for title, experiment in experiments.items():
+        if not experiment.folder.exists():
+            continue
+        records = experiment.records()
+        seeds, cells = 0, []
+        for multiples in ((1,), BEYOND):
+            comparison = compare(records, "debian_c", "alibi", multiples)
+            if comparison is None:
+                cells.append(NOT_MEASURED)
+                continue
+            seeds = len(comparison.by_seed)
+            text = f"{comparison.mean:+.3f}"
+            if seeds > 1:
+                low, high = comparison.interval
+                text += f" [{low:+.3f}, {high:+.3f}]"
+            cells.append(text)
+        lines.append(text_row((title, str(seeds)), cells))
+    columns = ("1×", "4-32×")
+    return Table("order", "Log minus ALiBi", ("training", "seeds"), columns, tuple(lines))
 
 
 def order_of_log_and_alibi(records: Records) -> str:

@@ -76,6 +76,35 @@ def test_text_that_is_used_and_text_that_costs():
     assert pages.cost_of_far_text(found).endswith(": ALiBi -0.02 to -0.02, T5 +0.30 to +0.40.")
 
 
+def test_log_minus_alibi_in_each_experiment(tmp_path):
+    """With its interval from two seeds on; an experiment without records has no row."""
+
+    def loss(pos_emb, seed, multiple, value):
+        groups = {"tokens": [64], "losses": [value]}
+        keys = {"pos_emb": pos_emb, "seed": seed, "documents": 1, "groups": groups}
+        return {**stored_record(16 * multiple, loss=value), **keys}
+
+    for name, seeds in {"main": (11, 12), "longer": (11,)}.items():
+        records = []
+        for seed, multiple in itertools.product(seeds, (1, 4, 8, 16, 32)):
+            shift = 0.01 * (seed - 11) + 0.1 * (multiple > 1)
+            records.append(loss("alibi", seed, multiple, 2.0))
+            records.append(loss("kerple_log", seed, multiple, 2.0 + shift))
+        (tmp_path / name).mkdir()
+        text = "".join(json.dumps(record) + "\n" for record in records)
+        (tmp_path / name / "results.jsonl").write_text(text)
+    experiments = {
+        name: pages.Experiment(tmp_path / name, 16, 512) for name in ("main", "longer", "wider")
+    }
+    rows = []
+    for row in pages.order_table(experiments).rows:
+        rows.append([*row.labels, *(cell.text for cell in row.cells)])
+    assert rows == [
+        ["main", "2", "+0.005 [-0.059, +0.069]", "+0.105 [+0.041, +0.169]"],
+        ["longer", "1", "+0.000", "+0.100"],
+    ]
+
+
 def test_ranges_of_heads_are_sorted():
     records = []
     for pos_emb, seed, lengths in (
