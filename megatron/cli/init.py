@@ -82,8 +82,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         is_own = manifest is None or manifest.tokenizer_fingerprint == fingerprint
     if not is_own:
         raise UserError(
-            f"{prefix} was not tokenized with {vocabulary}; prepare it with --force, without "
-            "--tokenizer"
+            f"{prefix} was not tokenized with a tokenizer that kerple prepare has trained "
+            f"({vocabulary}); prepare it with --force, without --tokenizer"
         )
 
     # Nothing is overwritten.

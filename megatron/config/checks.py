@@ -325,7 +325,7 @@ def _extrapolation(config: Sections) -> Iterator[str]:
             yield (
                 f"extrapolation_lengths with {key} is not supported: each rank must have the "
                 "complete model; remove extrapolation_lengths, and evaluate the checkpoints with "
-                "evaluate.py"
+                "kerple evaluate"
             )
 
 

@@ -240,7 +240,7 @@ def from_hugging_face(
     if theirs.get("inference_mode") is not None:
         report(
             f"note: a checkpoint has no inference_mode; name {theirs['inference_mode']} in "
-            "evaluate.py --modes or generate.py --mode"
+            "kerple evaluate --modes or kerple generate --mode"
         )
 
     # Tensors. Their number limits the size of the model to build.

@@ -377,7 +377,7 @@ def read_results(folders: Folders, *, as_frame: bool = False) -> "list[Record] |
             if folder.is_file():
                 raise UserError(f"{folder} is a file; give the folder that contains {RESULTS}")
             raise UserError(
-                f"{folder}: no {RESULTS} in this folder or below it; evaluate.py writes it"
+                f"{folder}: no {RESULTS} in this folder or below it; kerple evaluate writes it"
             )
         for path in paths:
             records += read_results_file(path)
@@ -429,7 +429,7 @@ def parse_record(line: bytes, place: str) -> Record:
     kind = check_json(value, _KIND, place)["kind"]
     if kind not in KINDS:
         raise UnknownKindError(
-            f"{place}: kind {kind!r} is unknown; evaluate.py writes {', '.join(KINDS)}"
+            f"{place}: kind {kind!r} is unknown; kerple evaluate writes {', '.join(KINDS)}"
         )
     record = check_json(value, _ADAPTERS[kind], place)
     for contradiction in _contradictions(record):

@@ -163,7 +163,10 @@ def distance_plot(
         base = 10 if columns == 1 else 100
         _symlog_distance(panels[1], base)
         if quantity == "bias":
-            panels[1].set_ylim(LOWEST_BIAS_SHOWN, -0.02 * LOWEST_BIAS_SHOWN)
+            # Some biases of T5 are positive.
+            highest = max(0.0, layers[0][1].max().item())
+            margin = 0.02 * (highest - LOWEST_BIAS_SHOWN)
+            panels[1].set_ylim(LOWEST_BIAS_SHOWN, highest + margin)
 
         # The legend is in the order of the heads.
         lines = {line.get_label(): line for line in panels[0].lines}
@@ -494,7 +497,7 @@ def _code_notes(folder: Path, iteration: int | None = None) -> list[str]:
     notice = code_notice(step, checkpoint_config(step))
     if notice is None:
         return []
-    return [notice]
+    return [notice.removeprefix("notice: ")]
 
 
 def _checkpoint_folder(path: str | Path) -> Path:

@@ -165,7 +165,7 @@ def measurements(records: Iterable[AnyRecord], kind: str, value: str) -> Measure
                 f"{record.get('seed')}: {_source(model)} (length {model['length']:,}, mode "
                 f"{method_of(model).mode}) and {_source(record)} (length {record['length']:,}, "
                 f"mode {method.mode}); omit the results of one of them, or evaluate them again "
-                "with different labels (evaluate.py --label)"
+                "with different labels (kerple evaluate --label)"
             )
 
         # Two records of one key are a repetition only if their tokens are the same.
@@ -176,7 +176,7 @@ def measurements(records: Iterable[AnyRecord], kind: str, value: str) -> Measure
                 f"{_source(record)} has been evaluated twice at length {record['length']:,} on "
                 f"{setting.corpus} ({method.mode}), on different tokens or with "
                 "different settings, such as the precision; omit the results of one evaluation, or "
-                "give them different labels (evaluate.py --label)"
+                "give them different labels (kerple evaluate --label)"
             )
 
         # The last record counts.

@@ -107,3 +107,5 @@ def test_the_documentation_target_installs_nothing(tmp_path):
         ["make", "-n", "lint", f"VENV={environment}"], cwd=ROOT, capture_output=True, text=True
     )
     assert lint.stdout.index("requirements/dev.txt") < lint.stdout.index("sphinx")
+    # So is the command kerple, which the documentation uses.
+    assert "--editable ." in lint.stdout

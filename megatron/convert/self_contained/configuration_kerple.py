@@ -4,7 +4,7 @@ from transformers import PretrainedConfig
 
 
 class KerpleConfig(PretrainedConfig):
-    """Configuration of the model in `modeling_kerple.py`. Other arguments are those of
+    """Configuration of the model in `modeling_kerple_*.py`. Other arguments are those of
     PretrainedConfig.
 
     Args:
@@ -20,7 +20,7 @@ class KerpleConfig(PretrainedConfig):
             methods have no limit.
         training_length: default: max_position_embeddings.
         inference_mode: how the model attends to longer texts, such as `window@512`, `full+clip@256`
-            or `sinks@4+508+reindexed+logn`; None: as in training. attention_mode.py lists the
+            or `sinks@4+508+reindexed+logn`; None: as in training. attention_mode_*.py lists the
             modes.
     """
 

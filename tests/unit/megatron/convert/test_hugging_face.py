@@ -468,7 +468,7 @@ def test_an_inference_mode_is_written(tmp_path):
             to_hugging_face(model, config, tmp_path / "other", inference_mode=name, report=quiet)
     from_hugging_face(tmp_path / "hf", tmp_path / "ours", with_tokenizer=False, report=lines.append)
     assert (
-        "a checkpoint has no inference_mode; name full+clip@8+logn in evaluate.py --modes"
+        "a checkpoint has no inference_mode; name full+clip@8+logn in kerple evaluate --modes"
         in "".join(lines[2:])
     )
     assert torch.equal(load_model(tmp_path / "ours")[0](tokens), model(tokens))

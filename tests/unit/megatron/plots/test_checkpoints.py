@@ -20,6 +20,7 @@ from megatron.plots.checkpoints import (
     adaptive_figure,
     add_weight_figures,
     distance_figures,
+    distance_plot,
     distance_tables,
     effective_length_figure,
     query_scores,
@@ -295,6 +296,16 @@ def test_weights_of_another_run_are_not_drawn(tmp_path):
     for path in (tmp_path / "other" / "global_step4").glob("layer_*"):
         shutil.copy(path, step)
     assert_rejected("checksum", distance_tables, tmp_path / "run", num_distances=4)
+
+
+@pytest.mark.parametrize("highest", [0.0, 2.7])
+def test_all_biases_near_zero_and_above_are_drawn(highest):
+    """ALiBi's are at most 0, some of T5's are positive."""
+    bias = torch.linspace(highest, -40.0, 200).expand(2, 200)
+    _, near = distance_plot("bias", [("", bias)]).axes
+    low, high = near.get_ylim()
+    assert low == -10
+    assert highest < high < highest + 1
 
 
 def test_kernels_of_the_lowest_seed_and_recorded_effective_lengths(tmp_path):
