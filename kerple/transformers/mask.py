@@ -246,9 +246,12 @@ def attention_mask(
     device: torch.device | str = "cpu",
     cache_position: Tensor | None = None,
     config: Any = None,
-    **_: Any,
+    dtype: torch.dtype | None = None,
+    allow_is_causal_skip: bool = True,
+    allow_is_bidirectional_skip: bool = False,
 ) -> Mask:
-    """The mask function for AttentionMaskInterface. Arguments as in transformers' `sdpa_mask`.
+    """The mask function for AttentionMaskInterface. Arguments as in transformers' `sdpa_mask`; a
+    new one is a TypeError. The last three are about masks that are tensors, and not used.
 
     mask_function: whether a query sees a key, by row, head, and their places in the text. It says
         nothing of its structure, so that is found by asking it about a few pairs: neighbours, which
