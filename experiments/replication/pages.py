@@ -52,7 +52,7 @@ from experiments.retrofit.results import (
 from megatron.evaluation.records import RESULTS, Record, read_results
 from megatron.reporting.aggregate import AnyRecord, method_of, setting_of
 from megatron.reporting.differences import Key, PairedLosses
-from megatron.reporting.formatting import NOT_MEASURED, format_length
+from megatron.reporting.formatting import format_length
 from megatron.reporting.published import corpus_name, corpus_sort_key
 from megatron.reporting.style import SCREEN, Style, render
 from megatron.reporting.tables import Table, markdown
@@ -262,26 +262,25 @@ def answer(experiment: Experiment) -> Table:
 
 def order_table(experiments: Mapping[str, Experiment]) -> Table:
     """Log minus ALiBi at the training length and beyond it, with its interval from two seeds on, a
-    row per experiment that has records.
+    row per experiment that has runs of both.
     """
     lines = []
     for title, experiment in experiments.items():
         if not experiment.folder.exists():
             continue
         records = experiment.records()
-        seeds, cells = 0, []
-        for multiples in ((1,), BEYOND):
-            comparison = compare(records, "debian_c", "alibi", multiples)
-            if comparison is None:
-                cells.append(NOT_MEASURED)
-                continue
-            seeds = len(comparison.by_seed)
+        near = compare(records, "debian_c", "alibi", (1,))
+        far = compare(records, "debian_c", "alibi", BEYOND)
+        if near is None or far is None:
+            continue
+        cells = []
+        for comparison in (near, far):
             text = f"{comparison.mean:+.3f}"
-            if seeds > 1:
+            if len(comparison.by_seed) > 1:
                 low, high = comparison.interval
                 text += f" [{low:+.3f}, {high:+.3f}]"
             cells.append(text)
-        lines.append(text_row((title, str(seeds)), cells))
+        lines.append(text_row((title, str(len(far.by_seed))), cells))
     columns = ("1×", "4-32×")
     return Table("order", "Log minus ALiBi", ("training", "seeds"), columns, tuple(lines))
 
