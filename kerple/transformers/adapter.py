@@ -155,7 +155,9 @@ def use_positional(
         if isinstance(module, PreTrainedModel) and attention_of(module.config):
             raise ValueError(
                 f"the configuration of {type(module).__name__} belongs to another model too, which "
-                "has a method; build the models with configurations of their own (copy.deepcopy)"
+                "has a method; build the models with configurations of their own (copy.deepcopy). "
+                "If both are parts of one model, such as its encoder and decoder, call "
+                "use_positional on that model"
             )
     # What there was before, to be restored after an error or by None.
     parts = [each for each in model.modules() if isinstance(each, PreTrainedModel)]

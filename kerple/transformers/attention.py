@@ -82,7 +82,8 @@ def attention_forward(
     if "_kerple_attention" not in module.__dict__:
         raise ValueError(
             f"{type(module).__name__} has attn_implementation {IMPLEMENTATION!r}, but its model "
-            "has no method; call use_positional or load_positional, or choose another one"
+            "has no method; call use_positional or load_positional, or choose another one. If a "
+            "part of the model with the same configuration has a method, give it to the model"
         )
     attention = PLAIN
     if module.__dict__["_kerple_attention"] is not None:

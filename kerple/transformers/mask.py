@@ -17,6 +17,7 @@ from transformers.masking_utils import bidirectional_mask_function, causal_mask_
 
 from kerple.attention import Attention, Documents, Span, position_tables
 from kerple.attention.tables import PositionTables
+from kerple.positional import PositionalMethod, project
 
 # The name of the attention implementation.
 IMPLEMENTATION = "kerple"
@@ -127,6 +128,22 @@ def note_inputs(owner: Any, model: Any, args: tuple[Any, ...], kwargs: dict[str,
         asked = getattr(model.config, "output_attentions", False)
     packed = _has_texts(kwargs) or _restarts(inputs)
     CALLS.stack.append(Call(owner, model, packed, probabilities=bool(asked)))
+    if owner.training and torch.is_grad_enabled():
+        _keep_bounds(owner)
+
+
+def _keep_bounds(owner: Any) -> None:
+    """Clamp the parameters of the methods that the last step has moved beyond their bounds, because
+    a Trainer does not know `project`. All others are left as they are: a graph may need them.
+    """
+    for attention in methods_of(owner):
+        for method in attention.modules():
+            if not isinstance(method, PositionalMethod):
+                continue
+            for name, (low, high) in method.bounds().items():
+                parameter = method.get_parameter(name)
+                if bool((parameter != parameter.clamp(low, high)).any()):
+                    project(method)
 
 
 def _is_running(model: Any) -> bool:

@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import threading
 
 import pytest
 import torch
@@ -18,8 +19,10 @@ from transformers import (
     masking_utils,
 )
 
+from kerple.attention import position_tables
 from kerple.transformers import use_positional
-from kerple.transformers.mask import attention_mask
+from kerple.transformers.attention import PROBES
+from kerple.transformers.mask import CALLS, attention_mask
 from tests.support.model_families import (
     FAMILIES,
     OLDEST,
@@ -101,6 +104,59 @@ def test_a_model_that_is_called_within_another():
 
 class Interrupted(BaseException):
     """As KeyboardInterrupt, which torch does not catch."""
+
+
+@pytest.mark.parametrize("layers", [None, [1]])
+def test_parameters_are_kept_within_their_bounds(layers):
+    """At the start of a forward pass in training mode, but never between it and its backward."""
+    model = family_model("llama")
+    use_positional(model, "kerple_log", layers=layers)
+    parameter = method_of(model).bias_p
+    low, _ = method_of(model).bounds()["bias_p"]
+    inputs = family_inputs(model)
+    with torch.no_grad():
+        parameter[1] = -3.0
+    outputs(model, inputs)
+    assert parameter[1] == -3.0
+    model.train()
+    losses = [model(**inputs, labels=inputs["input_ids"]).loss for _ in range(2)]
+    assert parameter[1] == low
+    assert (parameter >= low).all()
+    sum(losses).backward()
+    assert parameter.grad.isfinite().all()
+
+
+def test_tables_are_computed_once_for_all_layers(monkeypatch):
+    model = family_model("llama")
+    use_positional(model, "kerple_log")
+    calls = []
+
+    def counted(*args, **kwargs):
+        calls.append(args)
+        return position_tables(*args, **kwargs)
+
+    monkeypatch.setattr("kerple.transformers.mask.position_tables", counted)
+    monkeypatch.setattr("kerple.attention.attention.position_tables", counted)
+    outputs(model, family_inputs(model, "left"))
+    assert len(calls) == 1
+
+
+def test_each_thread_has_its_own_calls_and_probes():
+    found = []
+
+    def observe():
+        found.extend((PROBES.function, len(CALLS.stack)))
+
+    PROBES.function = observe
+    CALLS.stack.append(CALLS.last)
+    try:
+        thread = threading.Thread(target=observe)
+        thread.start()
+        thread.join()
+    finally:
+        PROBES.function = None
+        CALLS.stack.pop()
+    assert found == [None, 1]
 
 
 def test_a_call_that_was_interrupted():
