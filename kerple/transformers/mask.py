@@ -134,7 +134,8 @@ def note_inputs(owner: Any, model: Any, args: tuple[Any, ...], kwargs: dict[str,
 
 def _keep_bounds(owner: Any) -> None:
     """Clamp the parameters of the methods that the last step has moved beyond their bounds, because
-    a Trainer does not know `project`. All others are left as they are: a graph may need them.
+    a Trainer does not know `project`. Methods within their bounds are not touched: a graph that is
+    waiting for its backward pass may need their parameters as they are.
     """
     for attention in methods_of(owner):
         for method in attention.modules():
@@ -274,7 +275,7 @@ def attention_mask(
         nothing of its structure, so that is found by asking it about a few pairs: neighbours, which
         tell where texts begin, and three queries with all keys, which tell the window.
     """
-    if cache_position is not None:  # transformers 4
+    if cache_position is not None:  # transformers 5.0
         q_length, q_offset = len(cache_position), cache_position[0]
         device = cache_position.device
     assert q_length is not None
