@@ -193,15 +193,19 @@ class ToeplitzTable:
 
     def align(self, first_head: int, scores: Tensor) -> tuple[Tensor, Tensor]:
         """A chunk's scores `[n, c, l]` as `[samples, h, c, l]`, and the table's values for its
-        pairs, a read-only view `[h, c, l]`. The chunk's queries are in reverse order.
+        pairs, `[h, c, l]`.
         """
-        _, rows, keys = scores.shape
-        shape = (self.group_heads, rows, keys)
-        strides = (self.width, 1, 1)
+        values = self.values(first_head, *scores.shape[1:])
+        return scores.view(-1, *values.shape), values
+
+    def values(self, first_head: int, rows: int, keys: int) -> Tensor:
+        """The table's values for the pairs of a chunk, whose queries are in reverse order: a
+        read-only view `[h, c, l]`.
+        """
         first = self._offset(keys)
         if len(self.entries) > 1:
             first += first_head * self.width
-        return scores.view(-1, *shape), self.entries.as_strided(shape, strides, first)
+        return self.entries.as_strided((self.group_heads, rows, keys), (self.width, 1, 1), first)
 
     def add_gradient(self, first_head: int, gradient: Tensor) -> None:
         """Add the gradient of a chunk's pairs, contiguous `[n, c, l]` and zero for masked pairs, by

@@ -25,6 +25,17 @@ def by_kv_head(states: Tensor, key: Tensor) -> Tensor:
     return states.view(len(key), -1, states.shape[-1])
 
 
+def masked_bias(plan: ChunkPlan, call: AttentionCall, like: Tensor) -> ToeplitzTable:
+    """The bias of a call, -inf for masked pairs; without a bias, 0 for the others and one head."""
+    bias = call.tables.bias
+    heads = plan.heads
+    if bias is None:
+        heads = 1
+    table = ToeplitzTable(plan, heads, float("-inf"), like)
+    table.load(bias)
+    return table
+
+
 class ChunkScores:
     """Computes the probabilities of a chunk, in both passes. The chunk's queries are in reverse
     order, as its tables require (see `ToeplitzTable`).
@@ -56,11 +67,7 @@ class ChunkScores:
             hides_itself = bias[:, 0] == float("-inf")
             self.may_be_empty = bool(hides_itself.any())
         # The tables in the layout of the chunks.
-        heads_of_bias = plan.heads
-        if bias is None:
-            heads_of_bias = 1
-        self.bias = ToeplitzTable(plan, heads_of_bias, float("-inf"), like)
-        self.bias.load(bias)
+        self.bias = masked_bias(plan, call, like)
         self.weight: ToeplitzTable | None = None
         if weight is not None:
             self.weight = ToeplitzTable(plan, plan.heads, 0.0, like)

@@ -403,7 +403,9 @@ def test_logits_of_the_release(method):
     [pytest.param(name, marks=() if name in QUICK else pytest.mark.ci) for name in METHODS],
 )
 def test_training_losses_of_the_release(method):
-    """30 steps depend on every gradient, including that of the shared kernel parameters."""
+    """20 steps depend on every gradient, including that of the shared kernel parameters. After these,
+    training amplifies rounding errors (kerple_power_original, in float64 too).
+    """
     expected = reference(method)
     model, _ = load_model(checkpoints(method), iteration=300)
     load_layers(model.layers(), checkpoints(method) / "global_step0")
@@ -412,9 +414,9 @@ def test_training_losses_of_the_release(method):
     optimizer = torch.optim.Adam(
         model.parameters(), lr=training["lr"], betas=tuple(training["betas"]), eps=training["eps"]
     )
-    for step, batch in enumerate(expected["train_tokens"][:30].long()):
+    for step, batch in enumerate(expected["train_tokens"][:20].long()):
         loss = model.loss(batch[:, :-1], batch[:, 1:])
-        assert loss.item() == pytest.approx(float(expected["losses"][step]), abs=1e-3), (
+        assert loss.item() == pytest.approx(float(expected["losses"][step]), abs=1e-4), (
             f"step {step}"
         )
         optimizer.zero_grad()

@@ -81,13 +81,12 @@ def test_results_do_not_depend_on_the_chunks(budget, window, monkeypatch):
     ("budget", "heads", "kv_heads"), [(1, 6, 3), (20_000, 6, 2), (40_000, 6, 3), (2**22, 4, 1)]
 )
 @pytest.mark.parametrize(("s", "t", "window"), [(70, 90, None), (70, 70, 30), (1, 40, 9)])
-def test_grouped_queries(s, t, window, heads, kv_heads, budget, monkeypatch):
+@pytest.mark.parametrize("method", ["none", "kerple_log", "kerple_power_ap_ap"])
+def test_grouped_queries(method, s, t, window, heads, kv_heads, budget, monkeypatch):
     """Also if the heads that share a key/value head are in different chunks."""
     monkeypatch.setattr(chunk_plan, "CPU_BYTES_PER_THREAD", budget)
     monkeypatch.setattr(chunk_plan, "MIN_ROWS", 16)
-    arguments = attend_arguments(
-        "kerple_power_ap_ap", 2, heads, s, t, 4, window=window, kv_heads=kv_heads
-    )
+    arguments = attend_arguments(method, 2, heads, s, t, 4, window=window, kv_heads=kv_heads)
     for actual, expected in zip(
         run_attend("chunked", arguments), run_repeated(arguments), strict=True
     ):
