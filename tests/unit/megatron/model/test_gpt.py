@@ -403,8 +403,8 @@ def test_logits_of_the_release(method):
     [pytest.param(name, marks=() if name in QUICK else pytest.mark.ci) for name in METHODS],
 )
 def test_training_losses_of_the_release(method):
-    """20 steps depend on every gradient, including that of the shared kernel parameters. After these,
-    training amplifies rounding errors (kerple_power_original, in float64 too).
+    """20 steps depend on every gradient, including that of the shared kernel parameters. After
+    these, training amplifies rounding errors (kerple_power_original, in float64 too).
     """
     expected = reference(method)
     model, _ = load_model(checkpoints(method), iteration=300)
