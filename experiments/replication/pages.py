@@ -181,7 +181,8 @@ def texts(root: Path) -> dict[Path, str]:
 def figures(root: Path) -> dict[Path, bytes]:
     """The PNG files by path."""
     every_record = [*_read(*SWEEPS), *LONG_CONTEXT.records()]
-    models = {TITLES[name]: losses for name, losses in read_models().items()}
+    retrofits = read_models()
+    models = {title: retrofits[name] for name, title in TITLES.items()}
     drawings: dict[str, Callable[[Style], Figure]] = {
         "cost": partial(cost_plot, costs(every_record)),
         "recall": partial(recall_plot, _recall(), RECALL_TRAIN_LENGTH),

@@ -12,7 +12,7 @@ from pandas import DataFrame
 
 from experiments.analysis import Comparison
 from experiments.figures import set_ticks
-from experiments.retrofit.run import FACTORS, TRAINED, UNTRAINED
+from experiments.retrofit.run import FACTORS, MODELS, TRAINED, UNTRAINED
 from experiments.retrofit.run import STEPS as ALL_STEPS
 from megatron.reporting.style import Style, legend_above, new_figure
 
@@ -41,9 +41,9 @@ NAMES = {
 
 
 def read_models() -> dict[str, DataFrame]:
-    """The columns seed, variant, steps, length and loss of all records of each model in TITLES."""
+    """The columns seed, variant, steps, length and loss of all records of each model in MODELS."""
     models = {}
-    for model in TITLES:
+    for model in MODELS:
         # A file per seed and variant.
         rows = []
         for path in sorted((RECORDS / model).glob("seed*/*.jsonl")):

@@ -3,7 +3,8 @@
     kerple sweep experiments/retrofit/demo.yml
     python experiments/retrofit/run.py demo [--seeds 11 ...] [--variants control kerple_log ...]
 
-`bytes` instead of `demo` takes the rotary models of experiments/bytes/main.yml.
+`bytes` instead of `demo` takes the rotary models of experiments/bytes/main.yml, and `demo_slower`
+trains with three tenths of the learning rates.
 Losses go to experiments/retrofit/records/MODEL/seedN/VARIANT.jsonl, a line for each number of steps
 and length. What is recorded is not run again.
 """
@@ -29,10 +30,12 @@ from megatron.utils.command_line import run_main
 from megatron.utils.files import write_atomically
 
 HERE = Path(__file__).parent
-# The checkpoints of each model's seeds.
+# The checkpoints of each model's seeds, and a factor of the learning rates.
+DEMO = "runs/retrofit/demo/runs/seed{}/checkpoints"
 MODELS = {
-    "demo": "runs/retrofit/demo/runs/seed{}/checkpoints",
-    "bytes": "runs/bytes/main/runs/{}/rotary/checkpoints",
+    "demo": (DEMO, 1.0),
+    "bytes": ("runs/bytes/main/runs/{}/rotary/checkpoints", 1.0),
+    "demo_slower": (DEMO, 0.3),
 }
 SEEDS = (11, 12, 13, 14, 15)
 STEPS = (0, 30, 100, 300, 1000)
@@ -62,22 +65,23 @@ def main() -> None:
     parser.add_argument("--seeds", nargs="+", type=int, default=SEEDS)
     parser.add_argument("--variants", nargs="+", default=[*PRIMARY, *UNTRAINED, *OTHERS])
     options = parser.parse_args()
+    checkpoints, rate_factor = MODELS[options.model]
     for variant, seed in itertools.product(options.variants, options.seeds):
         output = HERE / "records" / options.model / f"seed{seed}" / f"{variant}.jsonl"
-        checkpoint = Path(MODELS[options.model].format(seed))
+        checkpoint = Path(checkpoints.format(seed))
         if output.exists() or not (checkpoint / "latest").exists():
             continue
 
         # Record all losses of the run at once.
         started = time.monotonic()
-        lines = run(checkpoint, variant, seed)
+        lines = run(checkpoint, variant, seed, rate_factor)
         output.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(output, "".join(f"{line}\n" for line in lines).encode())
         seconds = time.monotonic() - started
         print(f"{output}: {len(lines)} losses, {seconds:.0f} s", flush=True)
 
 
-def run(checkpoint: Path, variant: str, seed: int) -> list[str]:
+def run(checkpoint: Path, variant: str, seed: int, rate_factor: float) -> list[str]:
     """The lines of a variant of the model in a checkpoint."""
     model, config = load_model(checkpoint)
     if variant in UNTRAINED:
@@ -88,7 +92,7 @@ def run(checkpoint: Path, variant: str, seed: int) -> list[str]:
         exported = Path(folder) / "model"
         to_hugging_face(model, config, exported)
         theirs: Any = AutoModelForCausalLM.from_pretrained(exported)
-    return train(theirs, config, variant, seed)
+    return train(theirs, config, variant, seed, rate_factor)
 
 
 def extend(checkpoint: Path, variant: str, length: int) -> list[str]:
@@ -110,7 +114,7 @@ def extend(checkpoint: Path, variant: str, length: int) -> list[str]:
     return lines
 
 
-def train(model: Any, config: Config, variant: str, seed: int) -> list[str]:
+def train(model: Any, config: Config, variant: str, seed: int, rate_factor: float) -> list[str]:
     """Train a model of transformers with a method; the losses after each number of steps."""
     method, own_positions, only_method, rate = TRAINED[variant]
     torch.manual_seed(seed)
@@ -120,7 +124,7 @@ def train(model: Any, config: Config, variant: str, seed: int) -> list[str]:
         model.requires_grad_(False)
         model.kerple_positional.requires_grad_(True)
     trained = [each for each in model.parameters() if each.requires_grad]
-    optimizer = torch.optim.Adam(trained, lr=rate)
+    optimizer = torch.optim.Adam(trained, lr=rate * rate_factor)
 
     def warmup(step: int) -> float:
         return min(1.0, (step + 1) / WARMUP)

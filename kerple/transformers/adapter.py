@@ -2,6 +2,7 @@
 
 import copy
 import json
+import operator
 import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -9,11 +10,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors.torch import save
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from kerple.attention import Attention
+from kerple.attention import Attention, position_tables
 from kerple.positional import ModelShape, PositionalMethod, build_layers
 from kerple.positional.registry import canonical_name, source_digests
 from kerple.positional.wrappers import Randomized
@@ -142,6 +144,11 @@ def use_positional(
             f"model must be a PreTrainedModel of transformers, not {type(model).__name__}; call "
             "use_positional before get_peft_model, and name the method in modules_to_save"
         )
+    if method is not None and not isinstance(method, (str, PositionalMethod)):
+        raise TypeError(
+            "method must be a name, an object such as KerpleLog(num_heads=8), or None, not "
+            f"{method!r}"
+        )
     if own_positions not in ("keep", "remove"):
         raise ValueError(f'own_positions must be "keep" or "remove", not {own_positions!r}')
     _restore(model)
@@ -167,7 +174,10 @@ def use_positional(
         calls = find_attention(model, complete=layers is None)
         chosen = list(range(len(calls)))
         if layers is not None:
-            chosen = sorted({int(index) for index in layers})
+            try:
+                chosen = sorted({operator.index(index) for index in layers})
+            except TypeError as error:
+                raise TypeError(f"layers must be a list of integers: {error}") from error
         unknown = [index for index in chosen if not 0 <= index < len(calls)]
         if unknown or not chosen:
             raise ValueError(
@@ -353,6 +363,15 @@ def _build(
         raise ValueError(f"{', '.join(options)}: options are for a method that is named")
     else:
         methods = [method]
+
+    # An object may be for another number of heads.
+    tables = position_tables(methods[0], 1, torch.device("cpu"))
+    for table in (tables.bias, tables.weight):
+        if table is not None and table.shape[-2] != num_heads:
+            raise ValueError(
+                f"the method has {table.shape[-2]} heads, but the attention of the model has "
+                f"{num_heads}"
+            )
 
     # What the interface does not pass, or the attention of the model does not mean.
     for name, reason in UNAVAILABLE.items():

@@ -224,8 +224,8 @@ def _dense_attention(
     if hooks - {"bias", "weight"}:
         raise NotImplementedError(
             f"{type(method).__name__} supports masks of padding, texts and windows only, no "
-            "output_attentions, and no biases of the model's own; use another method, or "
-            'attn_implementation="eager" without a method'
+            "padding between tokens in layers with a window, no output_attentions, no biases of "
+            'the model\'s own; use another method, or attn_implementation="eager" without a method'
         )
 
     # Scores in float32, [b, h, s, t].

@@ -287,6 +287,9 @@ def test_the_method_trains_as_the_model_does(training):
         (("kerple_lgo",), {}, "kerple_lgo"),
         (("kerple_log",), {"own_positions": "drop"}, "own_positions"),
         (("kerple_log",), {"layers": [2]}, r"layers \[2\]"),
+        (("kerple_log",), {"layers": "0"}, "layers must be"),
+        ((KerpleLog,), {}, "method must be"),
+        ((KerpleLog(num_heads=8),), {}, "has 8 heads.* 4"),
         (("forgetting",), {}, "hidden states"),
         (("learned",), {}, "embed"),
         (("kerple_log",), {"random_range": 300}, "random_range"),
@@ -296,7 +299,7 @@ def test_the_method_trains_as_the_model_does(training):
 def test_what_cannot_be_used(arguments, options, message):
     model = family_model("llama")
     expected = outputs(model, family_inputs(model))
-    with pytest.raises((ValueError, NotImplementedError), match=message):
+    with pytest.raises((ValueError, TypeError, NotImplementedError), match=message):
         use_positional(model, *arguments, **options)
     assert torch.equal(outputs(model, family_inputs(model)), expected)
     assert not hasattr(model, "kerple_positional")

@@ -1,7 +1,11 @@
 """evaluate.py --positional: losses of models of transformers with methods of use_positional."""
 
+import itertools
 import json
+import re
+import shlex
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -48,6 +52,20 @@ def evaluate(folder, *words, methods=("none", "kerple_log", "alibi"), checkpoint
     options += ["--output", str(folder / "report"), *words]
     main(["--checkpoint", str(folder / checkpoint), "--positional", *adapters, *options])
     return read_results(folder / "report")
+
+
+def test_the_command_of_the_page(folder, tmp_path, monkeypatch):
+    """That of docs/transformers.md, with a tiny model."""
+    page = (Path(__file__).resolve().parents[4] / "docs" / "transformers.md").read_text()
+    (block,) = re.findall(r"```bash\n(kerple evaluate.*?)```", page, flags=re.DOTALL)
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(folder / "llama", "FOLDER")
+    shutil.copytree(folder / "kerple_log", "adapter")
+    Path("book.txt").write_text(TEXT * 10)
+    _, _, *words = shlex.split(block.replace("\\\n", ""))
+    main(words)
+    found = {(record["pos_emb"], record["length"]) for record in read_results(Path("report"))}
+    assert found == set(itertools.product(("llama", "llama + kerple_log"), (512, 2048, 8192)))
 
 
 def losses_of(model, length):
