@@ -34,7 +34,7 @@ def losses(lines):
 def test_every_variant(checkpoint):
     found = {}
     for variant in (*retrofit.UNTRAINED, *retrofit.TRAINED):
-        found[variant] = losses(retrofit.run(checkpoint, variant, 11))
+        found[variant] = losses(retrofit.run(checkpoint, variant, 11, 1.0))
     # Before training, the control is the model itself.
     model, config = load_model(checkpoint)
     stream, _ = evaluation_stream(config, "valid")
@@ -51,6 +51,9 @@ def test_every_variant(checkpoint):
     frozen = found["kerple_log_frozen"]
     assert frozen[0, LENGTH] == found["kerple_log"][0, LENGTH]
     assert found["kerple_log"][2, LENGTH] < frozen[2, LENGTH] != frozen[0, LENGTH]
+    # A lower learning rate changes it less.
+    slower = losses(retrofit.run(checkpoint, "control", 11, 0.3))
+    assert found["control"][2, LENGTH] < slower[2, LENGTH] < slower[0, LENGTH]
 
 
 def test_batches_are_those_of_the_seed(checkpoint):
