@@ -157,9 +157,10 @@ def test_the_zero_optimizer_updates_like_upstream(
     assert {math.isinf(norm) for norm in norms} == (
         {True, False} if precision == "fp16" else {False}
     )
+    norm_tolerance = 1e-3 if precision == "bfloat16" else 1e-4
     for name, tolerance in (
         ("train/loss", 1e-5),
-        ("train/grad_norm", 1e-4),
+        ("train/grad_norm", norm_tolerance),
         ("train/loss_scale", 0.0),
     ):
         assert metrics(tmp_path / "ours", name) == pytest.approx(
