@@ -157,7 +157,7 @@ def test_the_zero_optimizer_updates_like_upstream(
     assert {math.isinf(norm) for norm in norms} == (
         {True, False} if precision == "fp16" else {False}
     )
-    norm_tolerance = 1e-3 if precision == "bfloat16" else 1e-4
+    norm_tolerance = 3e-4 if precision == "bfloat16" else 1e-4
     for name, tolerance in (
         ("train/loss", 1e-5),
         ("train/grad_norm", norm_tolerance),
