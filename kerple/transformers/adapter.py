@@ -10,7 +10,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors.torch import save
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -364,15 +363,6 @@ def _build(
     else:
         methods = [method]
 
-    # An object may be for another number of heads.
-    tables = position_tables(methods[0], 1, torch.device("cpu"))
-    for table in (tables.bias, tables.weight):
-        if table is not None and table.shape[-2] != num_heads:
-            raise ValueError(
-                f"the method has {table.shape[-2]} heads, but the attention of the model has "
-                f"{num_heads}"
-            )
-
     # What the interface does not pass, or the attention of the model does not mean.
     for name, reason in UNAVAILABLE.items():
         if name in methods[0].hooks:
@@ -388,7 +378,17 @@ def _build(
             "model's attention sees; use another method, or name causal layers"
         )
     device = _embedding_of(model).device
-    return [Attention(each.to(device)) for each in methods]
+    attentions = [Attention(each.to(device)) for each in methods]
+
+    # An object may be for another number of heads.
+    tables = position_tables(methods[0], 1, device)
+    for table in (tables.bias, tables.weight):
+        if table is not None and table.shape[-2] != num_heads:
+            raise ValueError(
+                f"the method has {table.shape[-2]} heads, but the attention of the model has "
+                f"{num_heads}"
+            )
+    return attentions
 
 
 def _attach(model: PreTrainedModel, state: _State) -> None:

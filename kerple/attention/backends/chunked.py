@@ -14,7 +14,6 @@ n heads, m key/value heads, c queries, l keys.
 import math
 import re
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
@@ -26,15 +25,13 @@ from torch.utils.checkpoint import checkpoint
 
 from kerple.attention.backend import Backend, without_autocast
 from kerple.attention.backends.chunk_plan import ChunkPlan, ToeplitzTable, modify_rows
-from kerple.attention.backends.chunk_scores import ChunkScores, by_kv_head, masked_bias
+from kerple.attention.backends.chunk_scores import ChunkScores, by_kv_head
 from kerple.attention.backends.reference import attend_to_chunk, softmax_or_zero
+from kerple.attention.backends.sdpa import cpu_kernel_forward, fits_cpu_kernel
 from kerple.attention.call import AttentionCall
 from kerple.attention.parts import joined
 from kerple.attention.span import Span
 from kerple.attention.tables import PositionTables
-
-# Queries per call of PyTorch's CPU kernel, which is slower for fewer.
-KERNEL_ROWS = 256
 
 
 def chunked_attention(call: AttentionCall) -> Tensor:
@@ -187,43 +184,10 @@ def _chunked_call(
     )
 
 
-def _kernel_forward(call: AttentionCall) -> Tensor:
-    """The context `[b, h, s, v]` of a call that `_fits_kernel`, by PyTorch's kernel: its mask is a
-    view of the table, so neither scores nor biases of pairs are in memory.
-    """
-    # All heads of a chunk at once, and more queries.
-    plan = ChunkPlan.for_call(call)
-    rows = max(plan.rows, min(call.q_len // 2, KERNEL_ROWS))
-    plan = replace(plan, merges_samples=False, group_size=plan.heads, rows=rows)
-    like = call.query.new_empty(0, dtype=call.compute_dtype)
-    table = masked_bias(plan, call, like)
-    context = plan.empty_context(call.query, call.value.shape[3])
-    for chunk in plan.chunks:
-        # The queries of a chunk are in reverse order, as its view requires.
-        query = call.query.narrow(2, chunk.first_query, chunk.rows).flip(2)
-        key = call.key.narrow(2, chunk.first_key, chunk.keys)
-        value = call.value.narrow(2, chunk.first_key, chunk.keys)
-        mask = table.values(0, chunk.rows, chunk.keys)  # [h or 1, c, l]
-        part = F.scaled_dot_product_attention(
-            query, key, value, attn_mask=mask[None], scale=call.scale, enable_gqa=True
-        )
-        context.narrow(2, chunk.first_query, chunk.rows).copy_(part.flip(2))
-    return context
-
-
-def _fits_kernel(call: AttentionCall) -> bool:
-    """Whether PyTorch's CPU kernel computes a call: without weight and dropout, and with heads of
-    one size.
-    """
-    on_cpu = call.query.device.type == "cpu"
-    is_square = call.query.shape[3] == call.value.shape[3]
-    return on_cpu and is_square and call.tables.weight is None and not call.dropout_p
-
-
 def _chunked_forward(call: AttentionCall, seed: int) -> Tensor:
     """The context `[b, h, s, v]`."""
-    if _fits_kernel(call):
-        return _kernel_forward(call)
+    if fits_cpu_kernel(call):
+        return cpu_kernel_forward(call)
     plan = ChunkPlan.for_call(call)
     dtype = call.compute_dtype
     dropout = _SeededDropout.of(call, seed)

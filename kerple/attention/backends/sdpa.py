@@ -1,8 +1,12 @@
 """The sdpa backend: `torch.nn.functional.scaled_dot_product_attention`, with the bias in its mask.
 
-Legend: b batch, s query length, t key length, h heads, g key/value heads, d head size.
+`cpu_kernel_forward` is the forward pass of the chunked backend on a CPU, if it needs no weight.
+
+Legend: b batch, s query length, t key length, h heads, g key/value heads, d head size, v size of
+the value heads; in a chunk: c queries, l keys.
 """
 
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -10,11 +14,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kerple.attention.backend import Backend
+from kerple.attention.backends.chunk_plan import ChunkPlan
+from kerple.attention.backends.chunk_scores import masked_bias
 from kerple.attention.call import AttentionCall
 from kerple.attention.tables import lookup
 
 # Queries per call of PyTorch's kernel if it needs a mask: bounds the memory of the mask.
 MASK_ROWS = 128
+# Queries per call of PyTorch's CPU kernel with a view as its mask. It is slower for fewer.
+KERNEL_ROWS = 256
 # The largest head size of FlashAttention's CUDA kernels.
 MAX_FLASH_SIZE = 256
 
@@ -99,6 +107,39 @@ def _supports_gqa(query: Tensor, attn_mask: Tensor | None) -> bool:
     if query.device.type == "cpu":
         return True
     return attn_mask is None and query.dtype.itemsize == 2 and query.shape[3] <= MAX_FLASH_SIZE
+
+
+def fits_cpu_kernel(call: AttentionCall) -> bool:
+    """Whether PyTorch's CPU kernel computes a call: without weight and dropout, and with heads of
+    one size.
+    """
+    on_cpu = call.query.device.type == "cpu"
+    is_square = call.query.shape[3] == call.value.shape[3]
+    return on_cpu and is_square and call.tables.weight is None and not call.dropout_p
+
+
+def cpu_kernel_forward(call: AttentionCall) -> Tensor:
+    """The context `[b, h, s, v]` of a causal call that `fits_cpu_kernel`, without gradients. The
+    mask is a view of the table, so neither scores nor biases of pairs are in memory.
+    """
+    # All heads of a chunk at once, and more queries.
+    plan = ChunkPlan.for_call(call)
+    rows = max(plan.rows, min(call.q_len // 2, KERNEL_ROWS))
+    plan = replace(plan, merges_samples=False, group_size=plan.heads, rows=rows)
+    like = call.query.new_empty(0, dtype=call.compute_dtype)
+    table = masked_bias(plan, call, like)
+    context = plan.empty_context(call.query, call.value.shape[3])
+    for chunk in plan.chunks:
+        # The queries of a chunk are in reverse order, as its view requires.
+        query = call.query.narrow(2, chunk.first_query, chunk.rows).flip(2)
+        key = call.key.narrow(2, chunk.first_key, chunk.keys)
+        value = call.value.narrow(2, chunk.first_key, chunk.keys)
+        mask = table.values(0, chunk.rows, chunk.keys)  # [h or 1, c, l]
+        part = F.scaled_dot_product_attention(
+            query, key, value, attn_mask=mask[None], scale=call.scale, enable_gqa=True
+        )
+        context.narrow(2, chunk.first_query, chunk.rows).copy_(part.flip(2))
+    return context
 
 
 SDPA = Backend("sdpa", sdpa_attention, weight=False)

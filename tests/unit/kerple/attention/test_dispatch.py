@@ -24,7 +24,7 @@ from kerple.attention import (
     runs_fused,
     self_check,
 )
-from kerple.attention.backends import chunk_plan, chunked, sdpa
+from kerple.attention.backends import chunk_plan, sdpa
 from kerple.attention.backends.triton import launch
 from kerple.attention.backends.triton.tiles import Tile, Tiles
 from kerple.positional import ModelShape, PositionalMethod, XPos, build
@@ -435,7 +435,7 @@ def test_a_window_s_cost_does_not_grow_with_the_length(backend, method, monkeypa
     monkeypatch.setattr("kerple.attention.backends.chunk_plan.MODIFY_MAX_ROWS", 32)
     monkeypatch.setattr(chunk_plan, "MIN_ROWS", 32)
     monkeypatch.setattr(chunk_plan, "MAX_ROWS", 32)
-    monkeypatch.setattr(chunked, "KERNEL_ROWS", 32)
+    monkeypatch.setattr(sdpa, "KERNEL_ROWS", 32)
     positional = build(method, ModelShape(2, 16, 32, 1, 160))
     states = [torch.randn(1, heads, 160, 16) for heads in (2, 1, 1)]
     upstream, middle = torch.randn(1, 2, 160, 16), slice(72, 88)

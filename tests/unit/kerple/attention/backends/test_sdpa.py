@@ -2,11 +2,17 @@
 dropout with chunked.
 """
 
+from dataclasses import replace
+
 import pytest
 import torch
 
-from kerple.attention import attend
+from kerple.attention import Span, attend
 from kerple.attention.backends import sdpa
+from kerple.attention.backends.reference import REFERENCE
+from kerple.attention.backends.sdpa import cpu_kernel_forward, fits_cpu_kernel
+from kerple.attention.call import AttentionCall
+from kerple.attention.tables import PositionTables
 from tests.support.attention import LargestStorage, attend_arguments, run_attend, run_repeated
 
 SIZES = [
@@ -66,3 +72,46 @@ def test_memory_of_masks_is_bounded(window, with_bias):
     if window is not None:
         visible = window + 127
     assert largest.elements <= 2 * 128 * visible
+
+
+# The forward pass of the chunked backend on a CPU.
+
+
+def random_call(s: int, t: int, window: int | None, with_bias: bool) -> AttentionCall:
+    """Two samples, and four heads that share two key/value heads. The first head hides each key
+    from its own query, so the first query sees nothing.
+    """
+    torch.manual_seed(0)
+    query = torch.randn(2, 4, s, 8, dtype=torch.float64)
+    key, value = torch.randn(2, 2, 2, t, 8, dtype=torch.float64)
+    tables = PositionTables()
+    if with_bias:
+        bias = torch.randn(4, t, dtype=torch.float64)
+        bias[0, 0] = float("-inf")
+        tables = PositionTables(bias=bias)
+    return AttentionCall(
+        query=query, key=key, value=value, scale=0.3, tables=tables, span=Span(window)
+    )
+
+
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize(
+    ("s", "t", "window"), [(1, 1, None), (600, 600, None), (600, 600, 70), (300, 700, 500)]
+)
+def test_equals_the_reference(s, t, window, with_bias):
+    call = random_call(s, t, window, with_bias)
+    assert fits_cpu_kernel(call)
+    torch.testing.assert_close(
+        cpu_kernel_forward(call), REFERENCE.compute(call), rtol=1e-9, atol=1e-11
+    )
+
+
+def test_calls_that_do_not_fit():
+    call = random_call(9, 9, None, True)
+    weighted = PositionTables(weight=torch.rand(4, 9))
+    for other in (
+        replace(call, dropout_p=0.1),
+        replace(call, tables=weighted),
+        replace(call, value=call.value[..., :4]),
+    ):
+        assert not fits_cpu_kernel(other)
