@@ -66,8 +66,16 @@ class PositionsExceeded(ValueError):
 # The hooks that attention and the embedding call.
 HOOKS = ("embed", "rotate", "bias", "weight", "modify_scores", "scale_qk", "decay")
 # Properties of earlier versions, which nothing asks for.
-REPLACED: tuple[str, ...] = ("embeds", "rotates", "modifies_scores", "scales_qk")
-REPLACED += ("has_bias", "has_weight", "has_decay", "has_positions")
+REPLACED = (
+    "embeds",
+    "rotates",
+    "modifies_scores",
+    "scales_qk",
+    "has_bias",
+    "has_weight",
+    "has_decay",
+    "has_positions",
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -343,9 +351,9 @@ class PositionalMethod(nn.Module):
         first = below.to(torch.uint8).argmax(dim=1)
         return torch.where(below.any(dim=1), first, limit)
 
-    @classmethod
     # -- options, and how a method is built from them ----------------------------------------------
 
+    @classmethod
     def _arguments(cls) -> dict[str, inspect.Parameter]:
         """The constructor's arguments, without *args and **kwargs."""
         named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)

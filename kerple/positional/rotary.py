@@ -155,8 +155,14 @@ class Rotary(Rotation):
     """
 
     evaluation_options: tuple[str, ...] = (
-        *("scaling", "factor", "trained_length", "beta_fast", "beta_slow", "attention_factor"),
-        *("low_freq_factor", "high_freq_factor"),
+        "scaling",
+        "factor",
+        "trained_length",
+        "beta_fast",
+        "beta_slow",
+        "attention_factor",
+        "low_freq_factor",
+        "high_freq_factor",
     )
 
     def __init__(

@@ -36,10 +36,23 @@ REFUSED = {
 }
 # Arguments that say nothing of the scores which the mask, or the key that it masks, does not say.
 KNOWN = {
-    *("sliding_window", "position_ids", "cache_position", "is_causal", "seq_idx", "use_cache"),
-    *("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "deterministic"),
-    *("output_attentions", "output_hidden_states", "output_router_logits", "return_dict"),
-    *("num_items_in_batch", "logits_to_keep"),
+    "sliding_window",
+    "position_ids",
+    "cache_position",
+    "is_causal",
+    "seq_idx",
+    "use_cache",
+    "cu_seq_lens_q",
+    "cu_seq_lens_k",
+    "max_length_q",
+    "max_length_k",
+    "deterministic",
+    "output_attentions",
+    "output_hidden_states",
+    "output_router_logits",
+    "return_dict",
+    "num_items_in_batch",
+    "logits_to_keep",
 }
 
 

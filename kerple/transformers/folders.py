@@ -14,10 +14,21 @@ from kerple.transformers.mask import MODULE
 
 # The files of an adapter.
 WEIGHTS, DESCRIPTION = "positional.safetensors", "positional.json"
-# The keys that describe a method, and further ones in DESCRIPTION.
-DESCRIBED = {"method", "class", "options", "own_positions", "layers"}
-DESCRIBED |= {"num_layers", "num_heads", "head_size", "code"}
-IN_DESCRIPTION = {"sha256", "base_model", "samples"}
+# The keys of DESCRIPTION: those of `Methods.load_positional`, and three further ones.
+KEYS = {
+    "method",
+    "class",
+    "options",
+    "own_positions",
+    "layers",
+    "num_layers",
+    "num_heads",
+    "head_size",
+    "code",
+    "sha256",
+    "base_model",
+    "samples",
+}
 
 
 def encoded(description: dict[str, Any]) -> Tensor:
@@ -86,10 +97,9 @@ def _read_adapter(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
         description = json.loads((folder / DESCRIPTION).read_text())
     except ValueError as error:
         raise ValueError(f"{folder / DESCRIPTION}: is damaged ({error})") from error
-    keys = DESCRIBED | IN_DESCRIPTION
-    if not isinstance(description, dict) or description.keys() != keys:
+    if not isinstance(description, dict) or description.keys() != KEYS:
         raise ValueError(
-            f"{folder / DESCRIPTION}: must have exactly the keys {', '.join(sorted(keys))}"
+            f"{folder / DESCRIPTION}: must have exactly the keys {', '.join(sorted(KEYS))}"
         )
     # Weights and description are two files, which must be of the same call.
     data = (folder / WEIGHTS).read_bytes()
