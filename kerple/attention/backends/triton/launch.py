@@ -60,6 +60,8 @@ MAX_GRID = 65_535
 LOG2_E = 1.0 / math.log(2.0)
 # Programs that keep a GPU busy while they add up tiles: a few for each of its multiprocessors.
 TABLE_PROGRAMS = 1056
+# Columns of a program that sums tiles along diagonals. They divide the side of each `tables` tile.
+DIAGONAL_COLUMNS = 32
 # Bytes of tiles to be summed along diagonals; if all heads need more, a few heads at a time are
 # computed.
 TILES_BYTES = 128 * 1024 * 1024
@@ -200,10 +202,6 @@ class Launcher:
             documents=self.documents is not None,
         )
 
-        # Without a table, the mask is added before the scale; a scale that is not positive would
-        # not keep its -inf.
-        reads_table = has_table or self.scale <= 0.0 or not self.tiles.skip_mask
-
         # Without a weight or a decay, the kernels get a pointer that they do not read.
         self.bias = bias
         if weight is None:
@@ -219,6 +217,7 @@ class Launcher:
         if has_table:
             table_stride = bias.stride(0)
         self.strides = (table_stride, decay.stride(1), bases.stride(1))
+        self.sizes = (self.heads, self.group, self.s, self.t)
         self.block_d = max(16, 1 << (self.head_size - 1).bit_length())
         self.constants = {
             "SIZE": self.head_size,
@@ -229,7 +228,10 @@ class Launcher:
             "HAS_DECAY": self.has_decay,
             "HAS_DOCUMENTS": self.documents is not None,
         }
-        self.flags = {"HAS_TABLE": reads_table, "HAS_WINDOW": self.max_kv_len < self.t}
+        self.flags = {
+            "HAS_TABLE": has_table or not self.tiles.skip_mask,
+            "HAS_WINDOW": self.max_kv_len < self.t,
+        }
 
     def _split(self, decay_sums: Tensor) -> tuple[Tensor, Tensor]:
         """The kernels' `decay` and `bases`: their sums are the prefix sums in units of log2."""
@@ -277,17 +279,14 @@ class Launcher:
         self._launch(
             self.kernels.forward_kernel,
             self._grid(self.s, tile.queries, self.heads),
-            *(*self.inputs, context, lse),
+            *self.inputs,
+            context,
+            lse,
             *_strides(self.query, self.key, self.value, context),
-            *(
-                *self.strides,
-                self.heads,
-                self.group,
-                self.s,
-                self.t,
-                self.scale * LOG2_E,
-                self.max_kv_len,
-            ),
+            *self.strides,
+            *self.sizes,
+            self.scale * LOG2_E,
+            self.max_kv_len,
             **self.constants,
             **self.flags,
             **_tile_options(tile),
@@ -303,8 +302,14 @@ class Launcher:
         self._launch(
             self.kernels.row_stats_kernel,
             (tiles, heads),
-            *(context, grad_context, lse, self.inputs[-1], row_stats),
-            *(*_strides(context, grad_context), self.heads, self.s),
+            context,
+            grad_context,
+            lse,
+            self.inputs[-1],
+            row_stats,
+            *_strides(context, grad_context),
+            self.heads,
+            self.s,
             SIZE=self.head_size,
             HAS_DOCUMENTS=self.documents is not None,
             BLOCK_M=ROWS,
@@ -340,18 +345,21 @@ class Launcher:
         self._launch(
             self.gradient_kernels.query_kernel,
             (tiles, heads),
-            *(*self.inputs, grad_context, row_stats, read, out, sums, row_sums),
+            *self.inputs,
+            grad_context,
+            row_stats,
+            read,
+            out,
+            sums,
+            row_sums,
             *_strides(self.query, self.key, self.value, grad_context, out),
-            *(
-                *self.strides,
-                row_stats.stride(1),
-                read.stride(0),
-                self.heads,
-                self.group,
-                self.s,
-                self.t,
-            ),
-            *(self.scale, self.scale * LOG2_E, self.max_kv_len),
+            *self.strides,
+            row_stats.stride(1),
+            read.stride(0),
+            *self.sizes,
+            self.scale,
+            self.scale * LOG2_E,
+            self.max_kv_len,
             BIAS_DIRECTIONS=bias_directions,
             WEIGHT_DIRECTIONS=count - bias_directions,
             **self.constants,
@@ -379,10 +387,18 @@ class Launcher:
         self._launch(
             self.gradient_kernels.key_value_kernel,
             self._grid(self.t, tile.keys, self.kv_heads),
-            *(*self.inputs, grad_context, row_stats, *out, column_sums),
+            *self.inputs,
+            grad_context,
+            row_stats,
+            *out,
+            column_sums,
             *_strides(self.query, self.key, self.value, grad_context, *out),
-            *(*self.strides, row_stats.stride(1), self.heads, self.group, self.s, self.t),
-            *(self.scale, self.scale * LOG2_E, self.max_kv_len),
+            *self.strides,
+            row_stats.stride(1),
+            *self.sizes,
+            self.scale,
+            self.scale * LOG2_E,
+            self.max_kv_len,
             **self.constants,
             **self.flags,
             **_tile_options(tile),
@@ -442,17 +458,19 @@ class Launcher:
             self._launch(
                 self.table_kernels.sum_tiles_kernel,
                 (count, parts, heads),
-                *(*self.inputs, counts, grad_context, row_stats, *workspaces),
+                *self.inputs,
+                counts,
+                grad_context,
+                row_stats,
+                *workspaces,
                 *_strides(self.query, self.key, self.value, grad_context),
-                *(
-                    *self.strides,
-                    row_stats.stride(1),
-                    first_head,
-                    self.batch,
-                    self.heads,
-                    self.group,
-                ),
-                *(self.s, self.t, self.scale, self.scale * LOG2_E),
+                *self.strides,
+                row_stats.stride(1),
+                first_head,
+                self.batch,
+                *self.sizes,
+                self.scale,
+                self.scale * LOG2_E,
                 **self.constants,
                 GRAD_BIAS=tables[0] is not None,
                 GRAD_WEIGHT=tables[1] is not None,
@@ -463,13 +481,16 @@ class Launcher:
             for grad, workspace in zip(grads, workspaces, strict=True):
                 if grad is None:
                     continue
-                columns = min(32, side)
                 self._launch(
                     self.table_kernels.sum_diagonals_kernel,
-                    (count, side // columns, heads),
-                    *(workspace, grad[first_head:], grad.stride(0), parts, length),
+                    (count, side // DIAGONAL_COLUMNS, heads),
+                    workspace,
+                    grad[first_head:],
+                    grad.stride(0),
+                    parts,
+                    length,
                     BLOCK=side,
-                    COLUMNS=columns,
+                    COLUMNS=DIAGONAL_COLUMNS,
                     num_warps=4,
                     num_stages=1,
                 )
