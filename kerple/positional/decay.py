@@ -86,11 +86,6 @@ class Cable(Forgetting):
     sign = -1.0
 
 
-def extra_dimensions(dtype: torch.dtype, group: int) -> int:
-    """The number of dimensions that `append_decay` adds."""
-    return PARTS[dtype] * (group + 1)
-
-
 def decay_sums(decay: Tensor, previous: Tensor | None = None) -> Tensor:
     """The prefix sums of decays `[b, h, t]`, in float64 (MPS: float32).
 
@@ -117,7 +112,7 @@ def sums_dtype(device: torch.device) -> torch.dtype:
 def append_decay(
     query: Tensor, key: Tensor, value: Tensor, sums: Tensor, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Query, key and value with the `extra_dimensions` of the bias; those of the value are zero.
+    """Query, key and value with additional dimensions for the bias; those of the value are zero.
 
     Attention must multiply the products by `scale`, that of the head size before. Its result has
     the additional dimensions too; remove them with `context[..., :d]`.
@@ -147,10 +142,9 @@ def append_decay(
     constant = key.new_full((1,), FACTOR)
     constant = constant.expand(*key.shape[:3], parts)  # [b, g, t, parts]
 
-    added = extra_dimensions(key.dtype, group)
     query = torch.cat((query, own, query_columns), dim=-1)
     key = torch.cat((key, key_columns, constant), dim=-1)
-    value = F.pad(value, (0, added))
+    value = F.pad(value, (0, parts * (group + 1)))
     return query, key, value
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kerple.positional import Cable, Forgetting, append_decay, decay_sums
-from kerple.positional.decay import appended_sums, extra_dimensions
+from kerple.positional.decay import PARTS, appended_sums
 from tests.support.attention import attend_with
 
 SIZE, LENGTH = 8, 150
@@ -136,7 +136,7 @@ def test_continued_sums(dtype):
         )
         for appended in (whole[1], torch.cat(keys, dim=2))
     )
-    assert whole[1].shape[3] == SIZE + extra_dimensions(dtype, 2)
+    assert whole[1].shape[3] == SIZE + 3 * PARTS[dtype]
     torch.testing.assert_close(continued, scores, rtol=0, atol=tolerance)
     # The sums, about 3,000, are exact to 32 bits.
     expected = decay.double().cumsum(-1)
