@@ -34,7 +34,13 @@ from kerple.transformers.mask import (
     note_inputs,
     share_tables,
 )
-from kerple.transformers.probes import Layer, check_removed, find_attention, remove_positions
+from kerple.transformers.probes import (
+    Layer,
+    check_removed,
+    embedding_of,
+    find_attention,
+    remove_positions,
+)
 from kerple.transformers.recognition import differ, recognized, samples, stored_samples
 
 # What is noted in modules, without registering it.
@@ -328,12 +334,6 @@ def _load(
         raise ValueError(f"{folder}: {error}") from error
 
 
-def _embedding_of(model: PreTrainedModel) -> Tensor:
-    embedding = model.get_input_embeddings().weight
-    assert isinstance(embedding, Tensor)
-    return embedding
-
-
 def _build(
     method: str | PositionalMethod,
     calls: list[Layer],
@@ -377,7 +377,7 @@ def _build(
             f"{type(methods[0]).__name__} has no meaning for keys after the query, which this "
             "model's attention sees; use another method, or name causal layers"
         )
-    device = _embedding_of(model).device
+    device = embedding_of(model).device
     attentions = [Attention(each.to(device)) for each in methods]
 
     # An object may be for another number of heads.
@@ -394,7 +394,7 @@ def _build(
 def _attach(model: PreTrainedModel, state: _State) -> None:
     """Register the methods in the model, so that they are trained, saved and moved with it."""
     methods = Methods(state.methods, state.description).train(model.training)
-    setattr(model, MODULE, methods.to(_embedding_of(model).device))
+    setattr(model, MODULE, methods.to(embedding_of(model).device))
     # Not as submodules of the layers, where shared parameters would have several names; peft
     # replaces the module that has them. A layer without a method has None.
     for module in model.modules():

@@ -105,6 +105,13 @@ def _no_attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, 
     return value.new_zeros(len(query), query.shape[2], query.shape[1], value.shape[3])
 
 
+def embedding_of(model: PreTrainedModel) -> Tensor:
+    """The table of the token embeddings, `[vocabulary, e]`."""
+    embedding = model.get_input_embeddings().weight
+    assert isinstance(embedding, Tensor)
+    return embedding
+
+
 def _random_tokens(model: PreTrainedModel) -> dict[str, Tensor]:
     """Inputs of 7 tokens, and for the decoder of an encoder-decoder 5, so that its cross-attention
     has another number of keys than queries.
@@ -114,8 +121,7 @@ def _random_tokens(model: PreTrainedModel) -> dict[str, Tensor]:
             f"{type(model).__name__} reads {model.main_input_name}; only models of text are "
             "supported"
         )
-    embedding = model.get_input_embeddings().weight
-    assert isinstance(embedding, Tensor)
+    embedding = embedding_of(model)
     vocabulary = len(embedding)
     generator = torch.Generator().manual_seed(0)
     lengths = {"input_ids": 7}
