@@ -42,6 +42,7 @@ class Visible:
         dense: bool `[b, 1, s, t]`, True for what a query sees, if it is anything else.
         positions: int64 `[b, t]` of the keys, for the distances of a dense mask.
         tables: Attention -> its tables for t keys, if they were computed for all layers at once.
+            They and the other tensors are on `device`.
     """
 
     q_len: int
@@ -391,11 +392,13 @@ def attention_of(config: Any) -> list[Attention]:
     """The attention of the model with this configuration; empty if it has no method, or is no
     more.
     """
-    found, owner = _SHARED.get(id(config), (None, None))
-    if found is None or owner is None or found() is not config:
+    shared = _SHARED.get(id(config))
+    if shared is None:
         return []
+    found, owner = shared
     model = owner()
-    if model is None:
+    # The id may be that of an earlier configuration.
+    if found() is not config or model is None:
         return []
     return methods_of(model)
 
