@@ -116,14 +116,10 @@ class Backend:
 
     def compute(self, call: AttentionCall) -> Tensor:
         """Run a validated call that the backend supports."""
-        device = call.query.device
-        # Once, for every backend.
-        if torch.is_autocast_enabled(device.type):
-            with without_autocast(device):
-                return self.compute(call)
-        if call.decay_sums is None or self.decay:
-            return self.run(call)
-        return self._with_decay(call, call.decay_sums)
+        with without_autocast(call.query.device):
+            if call.decay_sums is None or self.decay:
+                return self.run(call)
+            return self._with_decay(call, call.decay_sums)
 
     def _with_decay(self, call: AttentionCall, decay_sums: Tensor) -> Tensor:
         # Only differences of the sums matter. Those to the sum of the middle query (in decoding, of
