@@ -98,7 +98,7 @@ class AttentionCall:
         """The position of the first query."""
         if not self.span.causal:
             return 0
-        return self.key.shape[2] - self.query.shape[2]
+        return self.kv_len - self.q_len
 
     @property
     def max_kv_len(self) -> int:
@@ -107,9 +107,9 @@ class AttentionCall:
         """
         # Causal calls have at most as many queries as keys. `max` would fix a length that
         # torch.compile does not know.
-        length = self.key.shape[2]
+        length = self.kv_len
         if not self.span.causal:
-            length = max(self.query.shape[2], length)
+            length = max(self.q_len, length)
         return self.span.max_kv_len(length)
 
     @property
@@ -341,8 +341,8 @@ def check_states(call: AttentionCall) -> None:
         raise ValueError(f"query, key and value are {dtype}; they must be floating-point")
 
     # Positions. Only queries that see every key need no positions of their own.
-    q_len = query.shape[2]
-    kv_len = call.key.shape[2]
+    q_len = call.q_len
+    kv_len = call.kv_len
     causal = span.causal
     has_positions = causal or span.window is not None
     if not q_len or not kv_len or (has_positions and q_len > kv_len):
@@ -392,7 +392,7 @@ def check_documents(
 def check_decay(call: AttentionCall, sums: Tensor) -> None:
     """Raises ValueError unless decay sums have a number per head and key, and fit the scores."""
     batch, heads, _, _ = call.query.shape
-    expected = (batch, heads, call.key.shape[2])
+    expected = (batch, heads, call.kv_len)
     if not call.span.causal:
         raise ValueError("causal=False: decay_sums need causal attention")
     if sums.shape != expected:
