@@ -151,10 +151,10 @@ def main(
 
     # The summary.
     failed = sum(check.failure is not None for check in checks)
-    if options.json is not None:
+    if path is not None:
         results = [asdict(check) for check in checks]
         text = json.dumps({"machine": machine, "checks": results, "passed": not failed}, indent=1)
-        options.json.write_text(text + "\n")
+        path.write_text(text + "\n")
     if failed:
         print(f"\n{failed} of {len(checks)} checks FAILED; {HOW_TO_REPORT}")
         return 1
