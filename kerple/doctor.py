@@ -15,6 +15,7 @@ import contextlib
 import importlib.metadata
 import itertools
 import json
+import math
 import multiprocessing
 import os
 import sys
@@ -333,9 +334,11 @@ def _check_fused(
 
 
 def _largest(errors: dict[str, float], others: dict[str, float]) -> dict[str, float]:
-    """The larger error of each name."""
+    """The larger error of each name; infinite instead of NaN, which `max` would drop."""
     largest = dict(errors)
     for name, error in others.items():
+        if math.isnan(error):
+            error = math.inf
         largest[name] = max(errors.get(name, 0.0), error)
     return largest
 

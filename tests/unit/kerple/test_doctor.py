@@ -1,6 +1,7 @@
 """The doctor: its output without a GPU, and its checks of a GPU, with the CPU in its place."""
 
 import json
+import math
 import os
 from dataclasses import replace
 
@@ -165,6 +166,7 @@ def test_float32_is_checked_without_tf32(monkeypatch):
         ("dape", "key", 5e-3, 1e-12, True),
         ("dape", "result", 1e-3, 1e-12, True),  # the result has no jump
         ("kerple_log", "query", 1e-3, 1e-12, True),
+        ("kerple_log", "result", math.nan, 1e-12, True),
     ],
 )
 def test_jumps_of_gradients_at_kinks_are_no_failure(
