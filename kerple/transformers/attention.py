@@ -257,7 +257,7 @@ def _dense_attention(
             positions = visible.documents.positions
         if positions is None:
             positions = torch.arange(t, device=query.device)[None]
-        distance = positions[:, -s:, None] - positions[:, None, :]
+        distance = (positions[:, -s:, None] - positions[:, None, :]).float()
         if not method.signed:
             distance = distance.abs()
         if "weight" in hooks:

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from transformers import Cache, DynamicCache
 from transformers.cache_utils import QuantizedLayer
 
-from kerple.positional import ModelShape, build, primary_names
+from kerple.positional import Bias, ModelShape, build, primary_names
 from kerple.transformers import use_positional
 from kerple.transformers.attention import attention_forward
 from kerple.transformers.mask import attention_mask
@@ -156,6 +156,27 @@ def test_attention_probabilities(name):
             sums = layer.sum(dim=-1).transpose(1, 2)[is_text]
             assert torch.allclose(sums, torch.ones_like(sums))
         assert torch.equal(model(**inputs)[0], expected)
+
+
+class Matrix(Bias):
+    """A bias whose formula needs distances in the dtype of its parameters."""
+
+    def __init__(self, num_heads):
+        super().__init__()
+        self.slopes = torch.nn.Parameter(torch.rand(num_heads, 1))
+
+    def bias(self, distance):
+        return -(distance[..., None] @ self.slopes.T).movedim(-1, 0)
+
+
+@torch.no_grad()
+def test_distances_of_a_dense_mask_are_floats():
+    model = family_model("llama")
+    use_positional(model, Matrix(model.config.num_attention_heads))
+    inputs = family_inputs(model)
+    expected = model(**inputs)[0]
+    found = model(**inputs, output_attentions=True)[0]
+    assert (found - expected).abs().max() < 1e-4
 
 
 @torch.no_grad()
