@@ -225,7 +225,7 @@ def check_inputs(
     for name in ("attention_mask", "decoder_attention_mask"):
         mask: Any = inputs.get(name)
         is_numbers = isinstance(mask, Tensor) and mask.dim() == 2 and mask.dtype != torch.bool
-        if is_numbers and bool((mask > 1).any()):
+        if is_numbers and bool(((mask != 0) & (mask != 1)).any()):
             raise ValueError(
                 f"{name} must be 1 for tokens and 0 for padding; to separate the texts of a row, "
                 "pass position_ids that start again, without attention_mask"

@@ -275,8 +275,10 @@ def test_texts_that_are_not_separated(name):
     for options in calls:
         with pytest.raises(ValueError, match="position_ids"):
             model(tokens, position_ids=positions, **options)
-    with pytest.raises(ValueError, match="attention_mask"):
-        model(tokens, attention_mask=ones + (positions < 2))
+    # The numbers of texts, and 0 for tokens.
+    for other in (ones + (positions < 2), torch.where(positions < 2, -1e4, 0.0)):
+        with pytest.raises(ValueError, match="attention_mask"):
+            model(tokens, attention_mask=other)
     padded = ones.index_fill(1, torch.arange(3), 0)
     model(tokens, attention_mask=padded, position_ids=(padded.cumsum(1) - 1).clamp(min=0))
 
