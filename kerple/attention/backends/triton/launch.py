@@ -417,9 +417,9 @@ class Launcher:
         row_stats: Tensor,
         tables: Sequence[Tensor | None],
         dense: int | None,
-    ) -> list[Tensor | None]:
-        """The gradients of a bias and a weight table for distances below `dense`, zero beyond these
-        and max_kv_len; None for None.
+    ) -> list[Tensor]:
+        """The gradients of a bias and a weight table, of those that are not None, for distances
+        below `dense`; zero beyond these and max_kv_len.
         """
         # Sums by block distance, for blocks of a side.
         tile = self.tiles.tables
@@ -496,10 +496,11 @@ class Launcher:
                 )
 
         # The sums are float32.
-        for index, (grad, table) in enumerate(zip(grads, tables, strict=True)):
+        results = []
+        for grad, table in zip(grads, tables, strict=True):
             if grad is not None and table is not None:
-                grads[index] = grad.to(table.dtype)
-        return grads
+                results.append(grad.to(table.dtype))
+        return results
 
 
 def _strides(*states: Tensor) -> list[int]:

@@ -225,7 +225,7 @@ def _backward(
 
         # Both tables at once, if their gradients are needed for the same distances.
         table_gradients = partial(launcher.table_gradients, grad_context, row_stats)
-        grad_tables: list[Tensor | None] = []
+        grad_tables: list[Tensor] = []
         if needs_bias and needs_weight and bias_dense == weight_dense:
             grad_tables = table_gradients([bias_table, weight_table], bias_dense)
         else:
@@ -233,7 +233,7 @@ def _backward(
                 grad_tables += table_gradients([bias_table, None], bias_dense)
             if needs_weight:
                 grad_tables += table_gradients([None, weight_table], weight_dense)
-        grads = [*states, *(grad for grad in grad_tables if grad is not None), *grad_coefficients]
+        grads = [*states, *grad_tables, *grad_coefficients]
 
         # A sum is added to the scores of its query, and subtracted from those of its key.
         if decay_sums is not None:
