@@ -30,7 +30,7 @@ MODIFY_MIN_ROWS, MODIFY_MAX_ROWS = 16, 128  # the maximum applies to CPUs only
 
 
 @dataclass(frozen=True)
-class Chunk:
+class QueryChunk:
     """Queries `first_query` ... + `rows` and keys `first_key` ... + `keys`; both end at the same
     position.
     """
@@ -139,7 +139,7 @@ class ChunkPlan:
         return list(range(0, self.heads, self.group_size)) * self.batch
 
     @cached_property
-    def chunks(self) -> tuple[Chunk, ...]:
+    def chunks(self) -> tuple[QueryChunk, ...]:
         """From the end of the sequence to its start."""
         chunks = []
         # The keys of a chunk are those of its first query's window, up to its last query.
@@ -147,7 +147,7 @@ class ChunkPlan:
             first = max(0, last - self.rows)
             end = self.kv_len - self.q_len + last
             first_key = max(0, end - (last - first) - self.max_kv_len + 1)
-            chunks.append(Chunk(first, last - first, first_key, end - first_key))
+            chunks.append(QueryChunk(first, last - first, first_key, end - first_key))
         return tuple(chunks)
 
     @property

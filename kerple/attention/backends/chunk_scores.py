@@ -7,7 +7,7 @@ c queries, l keys.
 import torch
 from torch import Tensor
 
-from kerple.attention.backends.chunk_plan import Chunk, ChunkPlan, ToeplitzTable
+from kerple.attention.backends.chunk_plan import ChunkPlan, QueryChunk, ToeplitzTable
 from kerple.attention.call import AttentionCall
 
 # Scores this far below the maximum of their row (probabilities below e^-40), and weights below this
@@ -80,12 +80,12 @@ class ChunkScores:
         for chunk in plan.chunks:
             self.reverse_order[chunk.rows] = reverse[-chunk.rows :]
 
-    def reversed_rows(self, states: Tensor, chunk: Chunk) -> Tensor:
+    def reversed_rows(self, states: Tensor, chunk: QueryChunk) -> Tensor:
         """A chunk's rows of `[n, s, d]`, last query first: `[n, c, d]`."""
         rows = states.narrow(1, chunk.first_query, chunk.rows)
         return rows.index_select(1, self.reverse_order[chunk.rows])
 
-    def write_reversed(self, states: Tensor, chunk: Chunk, rows: Tensor) -> None:
+    def write_reversed(self, states: Tensor, chunk: QueryChunk, rows: Tensor) -> None:
         """Write a chunk's rows, last query first, to `[n, s, d]`."""
         rows = rows.index_select(1, self.reverse_order[chunk.rows])
         target = states.narrow(1, chunk.first_query, chunk.rows)
