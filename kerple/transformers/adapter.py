@@ -125,7 +125,8 @@ def use_positional(
 ) -> None:
     """Add a positional method to the self-attention of a model of transformers.
 
-    The model runs twice or three times on a few random tokens, to find its attention layers.
+    The model runs on a few random tokens: once to find its attention layers, and with "remove"
+    three times more, to find its positions and to check that they are gone.
 
     Args:
         model: any model that uses transformers' AttentionInterface.
