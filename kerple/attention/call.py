@@ -353,6 +353,8 @@ def check_states(call: AttentionCall) -> None:
         )
     if documents is not None:
         check_documents(documents, batch, q_len, kv_len, causal)
+    if span.sinks:
+        raise ValueError(f"{span}: only attend_in_mode computes sinks")
     if call.dropped and (documents is not None or not causal):
         raise ValueError(
             "dropped must be 0 with documents or causal=False, which have positions of their own"

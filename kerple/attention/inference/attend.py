@@ -64,8 +64,7 @@ def attend_in_mode(
     if reason is not None:
         raise ValueError(f"{type(method).__name__} {reason}")
 
-    # Exported models pass a scale, and have sums in their keys.
-    if "decay" in method.hooks and decay_sums is None and scale is None:
+    if "decay" in method.hooks and decay_sums is None:
         raise ValueError(f"{type(method).__name__} has a decay: pass decay_sums")
     s = query.shape[2]
     t = key.shape[2]

@@ -334,8 +334,20 @@ def attend_to_text_in_mode(call, method, layout, backend):
 
     # Modes that change distances compute the scores explicitly.
     if mode.is_explicit(method):
-        start = first + call.offset
-        return attend_in_mode(query, key, call.value, method, mode, start=start, scale=call.scale)
+        sums = None
+        if "decay" in method.hooks:
+            # The sums are in the dimensions of query and key, so none are added.
+            sums = key.new_zeros(query.shape[0], query.shape[1], call.kv_len)
+        return attend_in_mode(
+            query,
+            key,
+            call.value,
+            method,
+            mode,
+            start=first + call.offset,
+            scale=call.scale,
+            decay_sums=sums,
+        )
     if "rotate" in method.hooks:
         positions = torch.arange(first, total, device="cpu")
         query, key = mode.rotation(method).rotate(query, key, positions[call.offset :], positions)

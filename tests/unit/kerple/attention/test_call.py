@@ -266,11 +266,12 @@ def test_arguments_that_do_not_fit_the_method(method, arguments, message):
         (2, Span(causal=False), None, "dropped"),
         (2, FULL, Documents(torch.zeros(1, 6, dtype=torch.long)), "dropped"),
         (3, Span(block=2), None, "block 2.*3"),
+        (0, Span(window=4, sinks=1), None, "sinks=1.*attend_in_mode"),
         (4, Span(block=2), None, None),
         (3, Span(window=4), None, None),
     ],
 )
-def test_positions_of_dropped_keys(dropped, span, documents, message):
+def test_spans_and_dropped_keys(dropped, span, documents, message):
     query, key, value = torch.randn(3, 1, 2, 6, 4)
     states = {"query": query, "key": key, "value": value}
     call = AttentionCall(**states, scale=1.0, span=span, documents=documents, dropped=dropped)

@@ -302,8 +302,9 @@ def test_the_queries_are_the_last_positions_by_default():
 def test_keys_and_decays_that_do_not_fit(name, mode, keys, start, message):
     method = build(name, ModelShape(HEADS, HEAD_SIZE, HEADS * HEAD_SIZE, 1, 32))
     query, key = (torch.randn(1, HEADS, length, HEAD_SIZE) for length in (10, keys))
-    with pytest.raises(ValueError, match=message):
-        attend_in_mode(query, key, key, method, mode, start=start)
+    for scale in (None, 0.5):
+        with pytest.raises(ValueError, match=message):
+            attend_in_mode(query, key, key, method, mode, start=start, scale=scale)
 
 
 def test_an_empty_batch():
