@@ -158,3 +158,13 @@ def test_an_adapter_that_is_not_finite(folder):
 )
 def test_what_does_not_fit(folder, message, words, keywords):
     assert_rejected(message, evaluate, folder, *words, **keywords)
+
+
+def test_a_tokenizer_with_more_ids_than_the_model(folder):
+    """Otherwise the records say that the text is too long."""
+    shutil.copytree(folder / "llama", folder / "small")
+    sizes = {**SIZES, "vocab_size": 64}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **sizes))
+    model.save_pretrained(folder / "small")
+    message = "token id .* is outside the vocabulary of 64"
+    assert_rejected(message, evaluate, folder, checkpoint="small", methods=["none"])
