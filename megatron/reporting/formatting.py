@@ -98,7 +98,7 @@ def best_texts(
 def format_difference(difference: float, error: float | None) -> str:
     """A difference with its sign (none for 0) and standard error, if known: +0.0123 ± 0.0041."""
     text = f"{difference:+,.4f}"
-    if float(text) == 0:
+    if round(difference, 4) == 0:
         text = "0.0000"
     if error is not None and math.isfinite(error):
         text += f" ± {error:,.4f}"

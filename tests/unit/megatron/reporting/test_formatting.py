@@ -4,7 +4,13 @@ import math
 
 import pytest
 
-from megatron.reporting.formatting import best_texts, format_mean, format_number, slug
+from megatron.reporting.formatting import (
+    best_texts,
+    format_difference,
+    format_mean,
+    format_number,
+    slug,
+)
 
 
 @pytest.mark.parametrize(
@@ -51,6 +57,20 @@ def test_mean(values, text):
 
 def test_standard_errors_have_two_digits():
     assert format_mean([30.0, 34.0], standard_error=True) == "32.0 ± 2.0"
+
+
+@pytest.mark.parametrize(
+    ("difference", "error", "text"),
+    [
+        (0.01234, 0.0041, "+0.0123 ± 0.0041"),
+        (-0.5, None, "-0.5000"),
+        (-0.00004, None, "0.0000"),
+        (0.00006, None, "+0.0001"),
+        (1234.5, 1.0, "+1,234.5000 ± 1.0000"),
+    ],
+)
+def test_difference(difference, error, text):
+    assert format_difference(difference, error) == text
 
 
 def test_slug():
