@@ -317,12 +317,6 @@ def model_of(record: Mapping[str, Any]) -> str | None:
     return " ".join(known) or None
 
 
-def fingerprint_of(record: Mapping[str, Any]) -> str | None:
-    """The fingerprint of the weights that were measured; None if it is not known."""
-    fingerprint: str | None = (record.get("checkpoint") or {}).get("fingerprint")
-    return fingerprint
-
-
 def identity(record: Record) -> tuple[object, ...]:
     """What a record measures. A later record with the same identity replaces an earlier one."""
     keys = ("corpus", "pos_emb", "seed", "train_length", "mode", "protocol", "length", "depth")

@@ -29,7 +29,7 @@ from megatron.checkpoint.manifest import weights_fingerprint
 from megatron.convert.hub import local_checkpoint
 from megatron.data.streams import evaluation_stream
 from megatron.evaluation.metrics.effective_length import LIMIT
-from megatron.evaluation.records import fingerprint_of
+from megatron.evaluation.records import model_of
 from megatron.inference import load_model
 from megatron.model.gpt import GPT
 from megatron.reporting.aggregate import AnyRecord, Method, Setting, method_of, setting_of
@@ -392,12 +392,12 @@ def add_weight_figures(sources: Sources) -> None:
     `sources.checkpoints`. The effective lengths of all methods of a setting share a figure; they
     come from the records if available.
     """
-    # Effective lengths in the records, by the fingerprint of the weights.
+    # Effective lengths in the records, by the weights, configuration and code of the model.
     recorded_lengths = {}
     for record in sources.records:
         if record["kind"] == "effective_length":
             lengths_by_layer = record["effective_lengths"]
-            recorded_lengths[fingerprint_of(record)] = list(itertools.chain(*lengths_by_layer))
+            recorded_lengths[model_of(record)] = list(itertools.chain(*lengths_by_layer))
 
     # The extrapolation record with the lowest seed, for each setting and method.
     weight_figures, length_figures = sources.weight_figures, sources.length_figures
@@ -425,7 +425,7 @@ def add_weight_figures(sources: Sources) -> None:
             sources.notes.append(f"No kernels are plotted for {model}: a model of transformers.")
         elif path is not None:
             try:
-                measured = fingerprint_of(record)
+                measured = checkpoint.get("fingerprint")
                 path = _checkpoint_folder(path)
                 if weights_fingerprint(find_step(path, iteration)) != measured:
                     raise UserError(
@@ -446,7 +446,7 @@ def add_weight_figures(sources: Sources) -> None:
                 weight_figures += distance_figures(tables, model=model, name=figure_name)
 
         # Prefer recorded effective lengths, which need no checkpoint.
-        head_lengths = recorded_lengths.get(fingerprint_of(record)) or _effective_lengths(tables)
+        head_lengths = recorded_lengths.get(model_of(record)) or _effective_lengths(tables)
         if head_lengths:
             lengths.setdefault(setting, {})[name] = head_lengths
 

@@ -324,6 +324,22 @@ def test_kernels_of_the_lowest_seed_and_recorded_effective_lengths(tmp_path):
     assert list(figure.draw(SCREEN).axes[0].lines[0].get_xdata()) == [0, 1, 7, 8, 9, 20480]
 
 
+def test_effective_lengths_of_equal_weights_and_other_code():
+    """The code of an external method can change what the same weights compute."""
+    records = []
+    for code, lengths in (("a", [3, 7]), ("b", [50, 60])):
+        checkpoint = {**record("x", 1, 1.0)["checkpoint"], "path": None, "model": code}
+        records.append(record(f"own ({code})", 512, 3.0, checkpoint=checkpoint))
+        measured = {"effective_lengths": [lengths], "layers": ["all layers"]}
+        records.append({**records[-1], "kind": "effective_length", **measured})
+    sources = Sources(records)
+    add_weight_figures(sources)
+    (figure,) = sources.length_figures
+    lines = figure.draw(SCREEN).axes[0].lines
+    ends = [list(line.get_xdata())[1:-1] for line in lines]
+    assert ends == [[3, 7], [50, 60]]
+
+
 @pytest.mark.parametrize("lengths", [(512,), (96, 1536)])
 def test_kernels_are_drawn_to_the_longest_tested_length(lengths, tmp_path):
     checkpoint = written_checkpoint(tmp_path / "run", 3)
