@@ -147,15 +147,12 @@ def line_numbers(labels: Mapping[str, str], pos_embs: Iterable[str] = ()) -> dic
     numbers = {method: known.index(method) for method in methods if method in known}
     free = (number for number in itertools.count() if number not in numbers.values())
     numbers |= {method: next(free) for method in methods if method not in known}
-    free = (number for number in itertools.count() if number not in numbers.values())
     result: dict[str, int] = {}
-    drawn: set[str] = set()
     for label, method in labels.items():
         number = numbers[method]
-        if method in drawn:
+        if number in result.values():
             number = next(free)
         result[label] = number
-        drawn.add(method)
     return result
 
 
