@@ -164,13 +164,14 @@ def _as_yaml(value: Any) -> str:
     """In one line, with the type of each scalar: PyYAML reads 1e-3 as a string, and so does not
     quote this string.
     """
-    options: dict[str, Any] = {
-        "default_flow_style": True,
-        "allow_unicode": True,
-        "width": math.inf,
-        "sort_keys": False,
-    }
-    return yaml.safe_dump(value, default_style='"', **options)
+    return yaml.safe_dump(
+        value,
+        default_style='"',
+        default_flow_style=True,
+        allow_unicode=True,
+        width=math.inf,
+        sort_keys=False,
+    )
 
 
 def _check_spellings(keys: Iterable[str], place: str) -> None:
