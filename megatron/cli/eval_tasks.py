@@ -150,8 +150,13 @@ def evaluate_tasks(
         overrides = overrides_of(step, config, options)
         model, _ = load_model(step.parent, iteration, overrides=overrides)
         max_length = tasks["max_length"] or min(MAX_LENGTH_FACTOR * saved.model.seq_length, size)
-        source = {"checkpoint": checkpoint, "iteration": iteration, "pos_emb": method}
-        source |= {"precision": options.precision, "max_length": max_length}
+        source = {
+            "checkpoint": checkpoint,
+            "iteration": iteration,
+            "pos_emb": method,
+            "precision": options.precision,
+            "max_length": max_length,
+        }
         for mode in modes:
             print(
                 f"{checkpoint}, {method}, mode {mode.name}, max_length {max_length:,}:", flush=True

@@ -37,8 +37,21 @@ OPTION = "--positional"
 NONE = "none"
 # The options that have a meaning for a model of transformers.
 USED = (
-    *("checkpoint", "positional", "text", "bos", "lengths", "protocol", "tokens", "by_position"),
-    *("output", "replace", "label", "query_chunk", "batch_tokens", "device", "precision"),
+    "checkpoint",
+    "positional",
+    "text",
+    "bos",
+    "lengths",
+    "protocol",
+    "tokens",
+    "by_position",
+    "output",
+    "replace",
+    "label",
+    "query_chunk",
+    "batch_tokens",
+    "device",
+    "precision",
 )
 
 

@@ -323,4 +323,4 @@ def _typed_prompts(prompt_end: str, marker: str) -> Iterator[str]:
         complete, end, rest = buffer.rpartition(prompt_end)
         if end:
             yield from split_prompts(complete, prompt_end)
-            buffer = rest * bool(rest.strip())
+            buffer = rest if rest.strip() else ""

@@ -48,7 +48,9 @@ RUNTIME_KEYS = ("attention_backend", "pos_emb_module", "release_bf16_distances")
 OPTION_OF_KEY = {
     "iteration": "--iteration",
     "fallback": "--fallback",
-    **dict.fromkeys(("precision", "fp16", "bf16"), "--precision"),
+    "precision": "--precision",
+    "fp16": "--precision",
+    "bf16": "--precision",
 }
 
 

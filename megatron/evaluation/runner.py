@@ -384,8 +384,12 @@ def evaluate_extrapolation(
 
     # Check everything before the model runs.
     text = as_text(tokens)
-    sizes = {"token_budget": token_budget, "position_bins": position_bins}
-    sizes |= {"query_chunk": query_chunk, "batch_tokens": batch_tokens}
+    sizes = {
+        "token_budget": token_budget,
+        "position_bins": position_bins,
+        "query_chunk": query_chunk,
+        "batch_tokens": batch_tokens,
+    }
     for name, value in sizes.items():
         if value is not None and value < 1:
             raise UserError(f"{name} must be at least 1, not {value}")

@@ -175,8 +175,13 @@ class LossAccumulator:
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         """All sums."""
-        positions = self.position_losses, self.position_counts
-        return self.losses, self.counts, *positions, self.bytes
+        return (
+            self.losses,
+            self.counts,
+            self.position_losses,
+            self.position_counts,
+            self.bytes,
+        )
 
     def add(self, chunk: LossChunk) -> None:
         """Add losses of this rank's share; `chunk.segment` is an index into the share."""

@@ -90,7 +90,8 @@ class PairedLosses:
         for (labels, pairs), number in zip(rows, seeds, strict=True):
             *others, last = labels
             if 0 < number < max(seeds):
-                last += f" ({number} seed{'s' * (number > 1)})"
+                unit = "seed" if number == 1 else "seeds"
+                last += f" ({number} {unit})"
             cells = map(Cell, starmap(self.text, pairs))
             result.append(Row((*others, last), tuple(cells)))
         return tuple(result)

@@ -68,13 +68,11 @@ FOLDER_KEYS = ("save", "load", "log_dir", "tensorboard_dir", "eval_results_prefi
 REPORTING_KEYS = {
     *FOLDER_KEYS,
     *LoggingConfig.model_fields,
-    *(
-        "log_interval",
-        "steps_per_print",
-        "wall_clock_breakdown",
-        "dump_state",
-        "keep_last_n_checkpoints",
-    ),
+    "log_interval",
+    "steps_per_print",
+    "wall_clock_breakdown",
+    "dump_state",
+    "keep_last_n_checkpoints",
 }
 
 
