@@ -13,7 +13,7 @@ from megatron.utils.errors import UserError
 UNSUPPORTED_NOTE = "is not supported"
 
 
-def parse_modes(names: Sequence[str], train_length: int | None = None) -> list[Mode]:
+def parse_modes(names: Sequence[str], train_length: int | None) -> list[Mode]:
     """The modes with these names, each once. Raises UserError for a name that
     `kerple.attention.parse_mode` rejects.
     """

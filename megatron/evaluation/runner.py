@@ -167,7 +167,7 @@ def plan_extrapolation(
     protocols: Sequence[str | Protocol],
     token_budget: int | None,
     provenance: Provenance,
-    bins: int | None = None,
+    bins: int | None,
 ) -> list[ExtrapolationTask]:
     """The tasks of `evaluate_extrapolation`, by protocol, mode and length. Raises UserError."""
     lengths = unique_lengths(lengths)

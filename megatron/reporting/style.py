@@ -274,7 +274,7 @@ def legend_above(figure: Figure, style: Style, handles: Sequence[Any], title: st
     )
 
 
-def mark_train_length(axes: Axes, style: Style, length: int, label: bool = True) -> None:
+def mark_train_length(axes: Axes, style: Style, length: int, *, label: bool) -> None:
     axes.axvline(
         length, color="#888888", linewidth=0.1 * style.size, linestyle=(0, (2, 2)), zorder=1
     )

@@ -31,10 +31,10 @@ RUN_VARIABLE = "SWEEP_RUN"
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # SIGUSR1: a batch system's warning
 POLL_INTERVAL = 0.2  # seconds
 REFRESH_INTERVAL = 2.0  # seconds between reads of the training logs
+LOG_LINES = 12  # shown of a process that failed
 LOG_INTERVAL = 60.0  # seconds between progress lines if there is no terminal
-EVALUATION_SHARE = (
-    0.1  # in the progress, an evaluation counts as this share of the run's training steps
-)
+# In the progress, an evaluation counts as this share of the run's training steps.
+EVALUATION_SHARE = 0.1
 
 
 @dataclass
@@ -267,9 +267,8 @@ class Runner:
                 job.signals_sent += 1
             return
         job.process = None
-        if (
-            self._signals
-        ):  # a training that was asked to stop exits with 0 before its last iteration
+        # A training that was asked to stop exits with 0 before its last iteration.
+        if self._signals:
             self._remove(job)
             return
         try:
@@ -374,8 +373,8 @@ def find_processes(folder: Path) -> list[int]:
     return pids
 
 
-def last_lines(log: Path, count: int = 12) -> list[str]:
-    """The last non-empty lines of a log, without what was overwritten."""
+def last_lines(log: Path) -> list[str]:
+    """The last LOG_LINES non-empty lines of a log, without what was overwritten."""
     try:
         with open(log, "rb") as stream:
             stream.seek(max(0, stream.seek(0, os.SEEK_END) - 65_536))
@@ -383,4 +382,4 @@ def last_lines(log: Path, count: int = 12) -> list[str]:
     except OSError:
         return []
     lines = [line.rsplit("\r", 1)[-1].rstrip() for line in text.split("\n")]
-    return [line for line in lines if line][-count:]
+    return [line for line in lines if line][-LOG_LINES:]
