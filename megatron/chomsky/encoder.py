@@ -149,9 +149,11 @@ class BothSides(PositionalMethod):
         if self.sums is not None:
             return chunk.scores - (self.sums[..., :, None] - self.sums[..., None, :]).abs()
         follows = torch.ones_like(chunk.mask).triu(1)
-        before = self.method.modify_scores(replace(chunk, mask=follows, causal=True))
+        causal = replace(chunk, mask=follows, causal=True)
+        before = self.method.modify_scores(causal)
 
         # Read from right to left, the keys after a query precede it.
-        flipped = {"scores": chunk.scores.flip(-1, -2), "query": chunk.query.flip(-2)}
-        after = self.method.modify_scores(replace(chunk, mask=follows, causal=True, **flipped))
+        after = self.method.modify_scores(
+            replace(causal, scores=chunk.scores.flip(-1, -2), query=chunk.query.flip(-2))
+        )
         return torch.where(follows, after.flip(-1, -2), before)

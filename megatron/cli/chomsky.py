@@ -212,7 +212,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     group = parser.add_argument_group("training, testing and the model")
     defaults = ExperimentSettings()
     for field in fields(ExperimentSettings):
-        default, of_decoders = getattr(defaults, field.name), getattr(DECODER_SETTINGS, field.name)
+        default, of_decoders = field.default, getattr(DECODER_SETTINGS, field.name)
         text, choices, metavar = SETTINGS_HELP[field.name], None, "N"
         if field.name == "architecture":
             choices, metavar = (*ARCHITECTURES, DECODER), "NAME"
@@ -231,9 +231,11 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     settings, output = defaults, "runs/chomsky"
     if options.architecture == DECODER:
         settings, output = DECODER_SETTINGS, "runs/lengths"
-    given = {name: getattr(options, name) for name in SETTINGS_HELP}
-    for name in [name for name, value in given.items() if value is None]:
-        del given[name]
+    given = {}
+    for name in SETTINGS_HELP:
+        value = getattr(options, name)
+        if value is not None:
+            given[name] = value
     options.settings = settings = replace(settings, **given)
     options.output = options.output or Path(output)
 
