@@ -29,7 +29,7 @@ from megatron.evaluation.records import (
 )
 from megatron.evaluation.scoring import LossAccumulator, SegmentReader
 from megatron.evaluation.text import IntArray, Text, as_text
-from megatron.inference.decoder import as_decoder, inference, model_device
+from megatron.inference.decoder import as_decoder, inference, model_device, model_name
 from megatron.utils.errors import UserError
 from megatron.utils.progress import Progress
 from megatron.utils.ranks import run_on_all_ranks
@@ -219,7 +219,6 @@ def run_eval_tasks(
     """
     # Check all modes before the first task.
     decoder = as_decoder(model)
-    model_name = getattr(model, "__name__", type(model).__name__)
     for task in tasks:
         reason = decoder.unsupported_reason(task.mode.attention)
         if reason is not None:
@@ -233,9 +232,9 @@ def run_eval_tasks(
     context = EvalContext(model, reader, rank, world_size)
 
     # The name in the progress line: the method's, or the model's.
-    name = model_name
+    name = model_name(model)
     if tasks:
-        name = tasks[0].planned[0]["pos_emb"] or model_name
+        name = tasks[0].planned[0]["pos_emb"] or name
 
     # Weighting tokens by cost keeps the estimate of the time left from assuming that long segments
     # are cheap.

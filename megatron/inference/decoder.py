@@ -151,12 +151,12 @@ class CallableDecoder:
     def unsupported_reason(self, mode: AttentionMode) -> str | None:
         if mode != AttentionMode(mode.span) or mode.span.sinks:
             return (
-                f"needs a model of this project, and {_name(self._model)} is none; use full, "
+                f"needs a model of this project, and {model_name(self._model)} is none; use full, "
                 "window@W or blockwise@L"
             )
         for name in _span_sizes(mode.span):
             if name not in self._arguments:
-                return f"needs a model with a `{name}` argument; {_name(self._model)} has none"
+                return f"needs a model with a `{name}` argument; {model_name(self._model)} has none"
         return None
 
     def hidden(
@@ -164,7 +164,7 @@ class CallableDecoder:
     ) -> Tensor:
         logits = _logits(self._model, tokens, **_span_sizes(mode.span))
         if not self._is_causal and tokens.shape[1] > 1:
-            check_causal(self._model, tokens[:1], _name(self._model))
+            check_causal(self._model, tokens[:1], model_name(self._model))
             self._is_causal = True
         return logits
 
@@ -263,13 +263,14 @@ class TransformersDecoder:
         """
         config = self._inner.config.get_text_config()
         window = getattr(config, "sliding_window", None)
-        if window is not None:
-            config.sliding_window = min(window, PROBE_TOKENS // 4)
+        if window is None:
+            yield
+            return
+        config.sliding_window = min(window, PROBE_TOKENS // 4)
         try:
             yield
         finally:
-            if window is not None:
-                config.sliding_window = window
+            config.sliding_window = window
 
     @property
     def cached(self) -> bool:
@@ -402,7 +403,7 @@ def _logits(model: Callable[..., Any], tokens: Tensor, **keywords: Any) -> Tenso
     return logits
 
 
-def _name(model: Callable[..., Any]) -> str:
+def model_name(model: Callable[..., Any]) -> str:
     return getattr(model, "__name__", type(model).__name__)
 
 
