@@ -13,7 +13,7 @@ from megatron.data.streams import evaluation_stream
 from megatron.evaluation.metrics.passkey import DEPTHS, TRIALS, Prompts, plan_passkey
 from megatron.evaluation.metrics.resolution import plan_resolution
 from megatron.evaluation.modes import parse_modes, supported_modes
-from megatron.evaluation.protocols import PROTOCOLS, parse_protocol
+from megatron.evaluation.protocols import parse_protocol
 from megatron.evaluation.records import Provenance
 from megatron.evaluation.runner import (
     BATCH_TOKENS_CPU,
@@ -84,7 +84,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     measurement.add_argument(
         "--protocol",
         nargs="+",
-        default=[next(iter(PROTOCOLS))],
+        default=["non-overlapping"],
         metavar="PROTOCOL",
         help="non-overlapping (default), kerple, last-k, sliding, or with sizes kerple@SEGMENTS, "
         "last-k@K, sliding@STRIDE",

@@ -211,8 +211,9 @@ class Sliding(LastK):
         return self.size
 
 
-_ALL: tuple[type[Protocol], ...] = (NonOverlapping, Kerple, LastK, Sliding)
-PROTOCOLS = {each.base_name: each for each in _ALL}
+PROTOCOLS: dict[str, type[Protocol]] = {
+    each.base_name: each for each in (NonOverlapping, Kerple, LastK, Sliding)
+}
 _SIZED = re.compile(r"([a-z-]+)@([1-9][0-9]{0,11})")
 
 
