@@ -353,8 +353,7 @@ def read_results(folders: Folders, *, as_frame: bool = False) -> "list[Record] |
     Args:
         folders: one folder or several; each contains results.jsonl itself, in subfolders, or both.
         as_frame: return a pandas DataFrame with one row per record and one column per key. The keys
-            of `checkpoint` become columns `checkpoint_path`, `checkpoint_iteration`,
-            `checkpoint_fingerprint`, `checkpoint_layers` and `checkpoint_hidden_size`. Keys that a
+            of `checkpoint` become columns of their own, such as `checkpoint_path`. Keys that a
             kind does not have are NaN, so select a kind first:
             `frame[frame.kind == "extrapolation"].pivot_table("perplexity", "pos_emb", "length")`.
 

@@ -41,9 +41,9 @@ Curves = Mapping[Method, DataFrame]  # a row per bin, indexed by its center, and
 def position_figures(records: Iterable[AnyRecord]) -> list[ReportFigure]:
     """A figure per setting and length: the loss by position minus that of the first method in the
     order of the tables, on the same text and, unless modes of one method are compared, in the same
-    mode. The variation of the text, which all methods share,
-    cancels. Methods without a difference from the first one are left out; if there are only such
-    methods, or a single one, the figure shows perplexities.
+    mode. The variation of the text, which all methods share, cancels. Methods without a difference
+    from the first one are left out; if there are only such methods, or a single one, the figure
+    shows perplexities.
     """
     # Records of all seeds, by setting and length.
     records = list(records)
