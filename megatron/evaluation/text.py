@@ -211,11 +211,9 @@ def text_source(config: Config, part: str) -> str:
 
 def corpus_name(prefixes: Sequence[str], part: str = "valid") -> str:
     """The file names without `_text_document`; several are joined by +. A very long name is
-    shortened. The name of the test split says so.
+    shortened to what a record may have. The name of the test split says so.
     """
     files = [Path(prefix).name for prefix in prefixes]
     names = [file.removesuffix("_document").removesuffix("_text") for file in files]
-    name = visible("+".join(names))[:300]
-    if part == "test":
-        name += " (test split)"
-    return name
+    ending = " (test split)" if part == "test" else ""
+    return visible("+".join(names))[: 300 - len(ending)] + ending

@@ -1,5 +1,7 @@
 """The evaluated text: token ids, documents and digests."""
 
+import json
+
 import numpy as np
 import pytest
 import torch
@@ -8,6 +10,7 @@ from megatron.config import Config
 from megatron.data.indexed_dataset import open_indexed_files, write_manifest
 from megatron.data.streams import evaluation_stream
 from megatron.evaluation.protocols import Segments
+from megatron.evaluation.records import Provenance, parse_record
 from megatron.evaluation.text import Text, as_text, check_range, corpus_name, evaluation_text
 from megatron.tokenizer.tokenizer import CharLevelTokenizer
 from tests.support.checkpoints import settings_of, write_corpus
@@ -137,3 +140,15 @@ def test_evaluation_text(tmp_path):
 def test_corpus_names():
     assert corpus_name(["data/openwebtext2_text_document"]) == "openwebtext2"
     assert corpus_name(["a/github_document", "b/arxiv"]) == "github+arxiv"
+
+
+def test_a_long_corpus_name_fits_into_a_record():
+    for part, ending in (("valid", ""), ("test", " (test split)")):
+        name = corpus_name([f"corpus{number}" for number in range(100)], part)
+        assert name.startswith("corpus0+corpus1")
+        assert name.endswith(ending)
+        record = Provenance().record(
+            "effective_length", corpus=name, mode="full", protocol="p", length=1, determined_by=0
+        )
+        values = {**record, "layers": ["all layers"], "effective_lengths": [[1]]}
+        assert parse_record(json.dumps(values).encode(), "x")["corpus"] == name
