@@ -168,6 +168,6 @@ def readable(description: dict[str, Any]) -> str:
         for head, row in enumerate(zip(*values.values(), strict=True), start=1):
             lines.append(f"    {head:>4} ")
             for value in row:
-                kind = {int: ">18,"}.get(type(value), ">18.4f")
-                lines[-1] += format(value, kind)
+                form = ">18," if isinstance(value, int) else ">18.4f"
+                lines[-1] += format(value, form)
     return "\n".join(lines)

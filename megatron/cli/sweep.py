@@ -218,7 +218,8 @@ def _print_plan(console: Console, sweep: Sweep, runs: Sequence[SweepRun]) -> Non
             state += f" from {status.saved_iteration:,}"
         tokens = status.steps_left * run.tokens_per_step
         table.add_row(run.name, state, f"{status.steps_left:,}", f"{tokens:,}")
-        total_steps, total_tokens = total_steps + status.steps_left, total_tokens + tokens
+        total_steps += status.steps_left
+        total_tokens += tokens
     table.add_section()
     table.add_row("total", "", f"{total_steps:,}", f"{total_tokens:,}")
     console.print(table)

@@ -136,10 +136,15 @@ def run_tasks(model: Any, tasks: Mapping[str, Any], found: Mapping[str, Any]) ->
     `eval_tasks`, `num_fewshot` and `limit`. found: see `find_tasks`. Raises UserError if a task
     fails.
     """
-    options = {name: tasks[name] for name in ("num_fewshot", "limit")}
     try:
         with _site_packages_first():
-            results: Any = simple_evaluate(model, **found, **options, log_samples=False)
+            results: Any = simple_evaluate(
+                model,
+                **found,
+                num_fewshot=tasks["num_fewshot"],
+                limit=tasks["limit"],
+                log_samples=False,
+            )
     except (OSError, DatasetsError, ValueError, KeyError, ImportError, AssertionError) as error:
         # Task files and datasets can fail in many ways; only the harness's message says how.
         names, kind = " ".join(tasks["eval_tasks"]), type(error).__name__

@@ -36,7 +36,7 @@ class ResultsFile:
     def __init__(
         self,
         folder: str | os.PathLike[str],
-        models: Sequence[str] = (),
+        models: Sequence[str],
         *,
         replace: bool = False,
     ):

@@ -167,11 +167,10 @@ def check_range(low: int, high: int, vocab_size: int | None) -> None:
     """Raises UserError if the smallest id is negative or, with `vocab_size`, the largest one is not
     below it.
     """
-    invalid, place = low, "the vocabulary"
+    place = "the vocabulary"
     if vocab_size is not None:
         place += f" of {vocab_size:,}"
-        if low >= 0:
-            invalid = high
+    invalid = low if low < 0 else high
     if invalid < 0 or (vocab_size is not None and invalid >= vocab_size):
         raise UserError(
             f"token id {invalid} is outside {place}: the text was tokenized with another tokenizer"

@@ -141,7 +141,7 @@ def new_figure(
     """
     rows = math.ceil(panels / columns)
     if aspect is None:
-        aspect = {1: 0.62}.get(columns, 0.8)
+        aspect = 0.62 if columns == 1 else 0.8
     panel = max(aspect * style.width / columns, 9 * style.em)
     height = rows * (panel + 1.5 * style.em) + 2 * style.em
     figure = Figure(figsize=(style.width, height), layout="constrained", dpi=style.dpi)
