@@ -24,7 +24,8 @@ class DecoderExperiment(Experiment):
     warmup_steps = 50
 
     def build(self) -> nn.Module:
-        settings, self.task = self.settings, LENGTH_TASKS[self.name]
+        settings = self.settings
+        self.task = LENGTH_TASKS[self.name]
         self.shortest = self.task.shortest
         config = ModelConfig(
             num_layers=settings.num_layers,
@@ -60,7 +61,8 @@ class DecoderExperiment(Experiment):
         scored = batch.targets != IGNORED  # [b, n]
 
         # The predictions at the scored positions, for as many rows at once as TEST_TOKENS allows.
-        predictions, size = [], max(1, TEST_TOKENS // length)
+        predictions = []
+        size = max(1, TEST_TOKENS // length)
         for first in range(0, len(scored), size):
             rows = slice(first, first + size)
             mask = torch.from_numpy(scored[rows]).to(self.device)

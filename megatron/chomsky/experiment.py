@@ -200,7 +200,8 @@ class EncoderExperiment(Experiment):
     """
 
     def build(self) -> nn.Module:
-        settings, self.task = self.settings, TASKS[self.name]
+        settings = self.settings
+        self.task = TASKS[self.name]
         return Encoder(
             self.task.symbols + 1,  # and a placeholder for the positions of the answer
             self.task.classes,

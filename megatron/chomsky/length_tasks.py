@@ -115,7 +115,8 @@ def induction(generator: Generator, samples: int, length: int) -> LengthBatch:
     The key is the first MARK.
     """
     tokens = generator.integers(0, ORDINARY, (samples, length))
-    rows, places = np.arange(samples), generator.integers(0, length - 2, samples)
+    rows = np.arange(samples)
+    places = generator.integers(0, length - 2, samples)
     tokens[rows, places] = tokens[:, -1] = MARK
     batch = _unscored(tokens)
     batch.targets[:, -1] = tokens[rows, places + 1]
@@ -167,7 +168,8 @@ def variable_tracking(generator: Generator, samples: int, length: int) -> Length
     """
     # Names and numbers of the chains, and the order of the statements.
     steps = HOPS + 1
-    statements, rows = CHAINS * steps, np.arange(samples)[:, None]
+    statements = CHAINS * steps
+    rows = np.arange(samples)[:, None]
     names = FIRST_NAME + _distinct(generator, samples, NAMES, statements)
     names = names.reshape(samples, CHAINS, steps)
     numbers = FIRST_NUMBER + _distinct(generator, samples, NUMBERS, CHAINS)

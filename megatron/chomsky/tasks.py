@@ -262,7 +262,8 @@ def missing_duplicate(generator: Generator, samples: int, length: int) -> Drawn:
         return ones, ones.copy()
     half = _bits(generator, samples, length // 2)
     strings = np.concatenate((half, half, np.full((samples, length % 2), 3)), axis=1)
-    rows, hidden = np.arange(samples), generator.integers(0, 2 * half.shape[1], samples)
+    rows = np.arange(samples)
+    hidden = generator.integers(0, 2 * half.shape[1], samples)
     answers = strings[rows, hidden].copy()
     strings[rows, hidden] = 2
     return strings, answers[:, None]

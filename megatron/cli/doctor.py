@@ -43,7 +43,8 @@ def check_model_kernels(device: torch.device) -> list[list[Check]]:
     for name, failure_of in failures.items():
         row = []
         for dtype in DTYPES:
-            kind, failure = str(dtype).removeprefix("torch."), failure_of(device, dtype)
+            kind = str(dtype).removeprefix("torch.")
+            failure = failure_of(device, dtype)
             row.append(Check(place, name, kind, 64, ["fused"], failure=failure))
         rows.append(row)
     return rows

@@ -83,7 +83,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     complete_options(options, config, tasks=tasks is not None)
     if tasks is not None and not first_process():
         return
-    world_size, rank = int(os.environ.get("WORLD_SIZE", "1")), 0
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    rank = 0
     if world_size > 1:
         rank = int(os.environ.get("RANK", "0"))
 
@@ -384,7 +385,8 @@ def _check_data(
     """
     prefixes, _ = evaluation_corpora(config, part)
     data = {prefix: data_fingerprint(prefix) for prefix in prefixes}
-    documents, trained_texts = part_documents(config, part), []
+    documents = part_documents(config, part)
+    trained_texts = []
     for model in models:
         if not config.checkpoint.allow_other_data:
             for prefix in check_trained_data(model.step, data):

@@ -32,7 +32,8 @@ def text_of_file(path: str | Path, tokenizer: Tokenizer, report: Report) -> Text
     for line in special_lines(encoded.special[0], tokenizer):
         report(line)
     ends = np.cumsum(encoded.lengths[0], dtype=np.int64)
-    offsets, name = np.concatenate(([0], ends)), corpus_name([str(path)])
+    offsets = np.concatenate(([0], ends))
+    name = corpus_name([str(path)])
     return Text(tokens, offsets, tokenizer.byte_lengths(), name, source=visible(str(path)))
 
 

@@ -304,7 +304,8 @@ def interact(texts: Callable[..., list[dict[str, Any]]], prompt_end: str, seed: 
 
 def _typed_prompts(prompt_end: str, marker: str) -> Iterator[str]:
     """Yield each prompt as soon as it is complete. The end of the input ends the last one."""
-    buffer, decoder = "", codecs.getincrementaldecoder("utf-8-sig")()
+    buffer = ""
+    decoder = codecs.getincrementaldecoder("utf-8-sig")()
     while True:
         if not buffer:
             print(marker, end="", flush=True)

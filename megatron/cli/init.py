@@ -75,7 +75,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             f"there is no dataset {prefix}; prepare it first: kerple prepare {options.name} --from "
             f"FOLDER -d {options.data_dir}"
         )
-    vocabulary, manifest = prefix.parent / "tokenizer.json", read_manifest(prefix)
+    vocabulary = prefix.parent / "tokenizer.json"
+    manifest = read_manifest(prefix)
     is_own = vocabulary.is_file()
     if is_own:
         fingerprint = build_tokenizer("HFTokenizer", vocabulary).fingerprint
@@ -103,7 +104,8 @@ def configuration(name: str, prefix: Path) -> str:
     """The training configuration, as commented YAML. Raises UserError for too little text."""
     # The largest model that the text and the machine allow.
     train, valid, _ = _split_tokens(open_indexed_files(prefix))
-    size, bf16 = SIZES[0], has_bf16_instructions()
+    size = SIZES[0]
+    bf16 = has_bf16_instructions()
     if torch.cuda.is_available():
         bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
         for larger in SIZES[1:]:

@@ -99,7 +99,8 @@ def accept(step: Path) -> None:
     is not a checkpoint, or if a file cannot be read.
     """
     if (step / MANIFEST).exists():
-        state, damage = "and all files match it", find_damage(step)
+        state = "and all files match it"
+        damage = find_damage(step)
         if damage:
             state = f"which reports: {damage}"
         raise CheckpointError(

@@ -74,7 +74,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         check_modes(words, [run.config for run in all_runs], f"{sweep.path}: evaluation")
 
     # A plan does not need the data, which another machine may have.
-    missing, devices = missing_data(runs), _select_devices(options.jobs, runs)
+    missing = missing_data(runs)
+    devices = _select_devices(options.jobs, runs)
     if options.dry_run:
         for prefix in missing:
             console.print(

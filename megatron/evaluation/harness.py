@@ -147,7 +147,8 @@ def run_tasks(model: Any, tasks: Mapping[str, Any], found: Mapping[str, Any]) ->
             )
     except (OSError, DatasetsError, ValueError, KeyError, ImportError, AssertionError) as error:
         # Task files and datasets can fail in many ways; only the harness's message says how.
-        names, kind = " ".join(tasks["eval_tasks"]), type(error).__name__
+        names = " ".join(tasks["eval_tasks"])
+        kind = type(error).__name__
         message = f"eval_tasks {names}: {kind}: {str(error).strip()}"
         failed = traceback.extract_tb(error.__traceback__)[-1].line or ""
         if isinstance(error, OSError | DatasetsError):
@@ -169,7 +170,8 @@ def _site_packages_first() -> Iterator[None]:
     """Move the project's root to the end of sys.path: the harness imports Hugging Face's package
     `evaluate`, which evaluate.py in the root would shadow.
     """
-    root, path = Path(__file__).resolve().parents[2], sys.path[:]
+    root = Path(__file__).resolve().parents[2]
+    path = sys.path[:]
     sys.path.sort(key=lambda entry: Path(entry).resolve() == root)
     try:
         yield

@@ -60,7 +60,8 @@ class ResultsFile:
         with contextlib.ExitStack() as stack:
             stack.enter_context(self._lock)
             stored = read_results_file(self.path) if self.path.exists() else []
-            self.records, other = [], None
+            self.records = []
+            other = None
             for record in stored:
                 if model_of(record) in self._models:
                     self.records.append(record)

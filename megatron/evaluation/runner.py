@@ -306,7 +306,8 @@ def _result_line(name: str, record: Record, rate: str) -> str:
         )
     else:
         # A loss above 709 has no perplexity that a float can represent.
-        number, loss = "overflow", f"{values['loss']:.4f}"
+        number = "overflow"
+        loss = f"{values['loss']:.4f}"
         if values["perplexity"] is not None:
             number = f"{values['perplexity']:.4g}"
         if values["stderr"] is not None:

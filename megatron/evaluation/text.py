@@ -192,7 +192,8 @@ def evaluation_text(
     token_bytes: IntArray | None = None
     if tokenizer is not None:
         known = [check_tokenizer(prefix, tokenizer) for prefix in prefixes]
-        is_known, token_bytes = all(known), tokenizer.byte_lengths()
+        is_known = all(known)
+        token_bytes = tokenizer.byte_lengths()
     tokens, lengths = evaluation_stream(config, part)
     offsets = np.concatenate(([0], np.cumsum(lengths)))
     name, source = corpus_name(prefixes, part), text_source(config, part)

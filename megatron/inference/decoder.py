@@ -246,7 +246,8 @@ class TransformersDecoder:
                 return "its virtual tokens would precede each chunk"
 
             # The logits of two chunks must be those of the text.
-            expected, halves = self._forward(tokens), tokens.split(PROBE_TOKENS // 2, dim=1)
+            expected = self._forward(tokens)
+            halves = tokens.split(PROBE_TOKENS // 2, dim=1)
             try:
                 cache = self._empty_cache()
                 chunks = [self._forward(chunk, cache) for chunk in halves]

@@ -348,7 +348,9 @@ def adaptive_plot(
     for index, axes in enumerate(panels):
         row, head = divmod(index, columns)
         label, values = rows[row]
-        line, width, is_long = values[head].cpu().numpy(), 0.07 * style.size, length > 4096
+        line = values[head].cpu().numpy()
+        width = 0.07 * style.size
+        is_long = length > 4096
         axes.plot(keys, line, color=COLORS[0], linewidth=width, rasterized=is_long)
         axes.set_xlim(keys.start, max(keys.start + 1, position))
         axes.locator_params(axis="x", nbins=3)

@@ -135,7 +135,8 @@ def perplexity_plot(
         for method, curve in curves.items():
             label, line_mode = labels[method]
             if line_mode == mode:
-                look, mean = line_style(style, numbers[label]), curve.mean(axis=1)
+                look = line_style(style, numbers[label])
+                mean = curve.mean(axis=1)
                 (handles[label],) = axes.plot(curve.index, mean, label=label, zorder=3, **look)
                 draw_band(axes, curve, look["color"])
     seeds = concat([curve.count(axis=1) for curve in curves.values()])
@@ -198,7 +199,8 @@ def passkey_figures(records: Iterable[AnyRecord]) -> list[ReportFigure]:
     figures = []
     for setting in accuracies.settings:
         group = accuracies.select([setting])
-        methods, lengths = load_published("kerple-3").ordered(group.methods), group.lengths
+        methods = load_published("kerple-3").ordered(group.methods)
+        lengths = group.lengths
         depths = sorted(group.frame["depth"].unique())
 
         # The mean over the seeds, [depth, length].

@@ -152,7 +152,8 @@ def heat_map(losses: Measurements, setting: Setting, style: Style = SCREEN) -> F
                 label.set_color("white")  # on a dark cell
             if framed[index]:
                 label.set_fontweight("bold")
-                corner, width = (column - 0.5, row - 0.5), 0.2 * style.size
+                corner = (column - 0.5, row - 0.5)
+                width = 0.2 * style.size
                 frame = Rectangle(corner, 1, 1, fill=False, edgecolor=COLORS[1], linewidth=width)
                 axes.add_patch(frame)
 

@@ -101,7 +101,8 @@ def difference_tables(records: Sequence[AnyRecord], reference: Method = REFERENC
     """Paired differences of the loss from that of the reference method in the same mode, per
     setting. Settings without such differences have no table.
     """
-    losses, tables = PairedLosses(records), []
+    losses = PairedLosses(records)
+    tables = []
     values = measurements(records, "extrapolation", "loss")
     for setting in _by_corpus(values):
         # A row per method other than the reference, with a pair of cells per length.
@@ -323,7 +324,8 @@ def _table(
     if by_length:
         label_column, columns = "Length", tuple(names.values())
     elif by_mode:
-        name, notes = "perplexity", []
+        name = "perplexity"
+        notes = []
         if compares_modes(shown.methods):
             label_column = "Mode"
     return Table(

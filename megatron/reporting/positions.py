@@ -57,7 +57,8 @@ def position_figures(records: Iterable[AnyRecord]) -> list[ReportFigure]:
     for (setting, length), by_method in groups.items():
         # Differences from the first method. They are empty without common texts.
         first, *others = load_published("kerple-3").ordered(by_method)
-        name, one_method = display_name(first), compares_modes(list(by_method))
+        name = display_name(first)
+        one_method = compares_modes(list(by_method))
         bins_of_curve = len(curve_of(by_method[first]))
         differences: dict[Method, DataFrame] = {}
         unpaired = []
@@ -210,7 +211,8 @@ def position_plot(
 
         # The lines and their bands.
         for method, curve in curves.items():
-            name, mean = names[title, method], curve.mean(axis=1)
+            name = names[title, method]
+            mean = curve.mean(axis=1)
             look = line_style(style, numbers[name]) | {"marker": None}
             (handles[name],) = axes.plot(curve.index, mean, label=name, zorder=3, **look)
             draw_band(axes, curve, look["color"])

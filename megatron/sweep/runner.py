@@ -170,7 +170,8 @@ class Runner:
             the signal that stopped the sweep or None, and why runs that other processes work on
             were left out.
         """
-        waiting, claimed_elsewhere = list(runs), dict[str, str]()
+        waiting = list(runs)
+        claimed_elsewhere = dict[str, str]()
         by_name = {run.name: run for run in runs}
         has_worked = False
         failed_before = {run.name: run.failed_at() for run in runs}
@@ -200,7 +201,8 @@ class Runner:
                 if has_worked and not self._jobs and not waiting:
                     # Some of the other processes may have died in the meantime: try the runs that
                     # they had claimed.
-                    waiting, has_worked = [by_name[name] for name in claimed_elsewhere], False
+                    waiting = [by_name[name] for name in claimed_elsewhere]
+                    has_worked = False
                     claimed_elsewhere.clear()
         finally:
             for number, handler in previous.items():
@@ -360,7 +362,8 @@ def start_process(
 
 def find_processes(folder: Path) -> list[int]:
     """Ids of the running processes of the run in `folder`: those of an earlier sweep that died."""
-    value, pids = str(folder.resolve()), []
+    value = str(folder.resolve())
+    pids = []
     for process in psutil.process_iter():
         try:
             if (

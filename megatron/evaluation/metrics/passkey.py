@@ -70,7 +70,8 @@ class Prompts:
     def keys(self, length: int, depth: float, trials: int) -> list[tuple[list[int], list[int]]]:
         """Token ids of (sentence with the pass key, answer) for each trial."""
         numbers = self._generator(length, depth).integers(10_000, 100_000, trials)
-        tokenize, keys = self.tokenizer.tokenize_continuation, []
+        tokenize = self.tokenizer.tokenize_continuation
+        keys = []
         for number in numbers:
             sentence, answer = KEY.format(key=number), ANSWER.format(key=number)
             keys.append((tokenize(sentence), tokenize(answer)))
@@ -138,11 +139,14 @@ class PasskeyTask(EvalTask):
     ) -> list[Record]:
         """If the model has no positions for the length, the record has a note instead of values."""
         # Answers have different lengths, the rows of a batch the same number of positions.
-        length, trials = share.length, len(self.segments.starts)
+        length = share.length
+        trials = len(self.segments.starts)
         rows, answer_lengths = self.prompts.build(length, self.depth, trials)
         numbers = torch.tensor(share.starts, dtype=torch.int64) // (length + 1)
         answers = torch.tensor(answer_lengths)[numbers]
-        longest, correct, note = max(answer_lengths), torch.zeros((), dtype=torch.int64), None
+        longest = max(answer_lengths)
+        correct = torch.zeros((), dtype=torch.int64)
+        note = None
         try:
             hidden: list[Tensor] = []
             for chunk in context.reader.hidden_states(rows.flatten(), share, self.mode.attention):

@@ -54,7 +54,8 @@ class ResolutionTask(EvalTask):
         # Sums over texts, as soon as a batch of texts is complete.
         model: GPT = context.model
         text, mode = self.text, self.mode.attention
-        totals, note = torch.zeros(len(model.blocks), dtype=torch.float64), None
+        totals = torch.zeros(len(model.blocks), dtype=torch.float64)
+        note = None
         try:
             with record_scores(model) as recorders:
                 for chunk in context.reader.hidden_states(text.tokens, share, mode, text.bos):
