@@ -214,11 +214,11 @@ def get_step(optimizer: Optimizer, group: Mapping[str, Any], parameter: Tensor) 
 
 
 def set_step(optimizer: Optimizer, group: dict[str, Any], parameter: Tensor, step: int) -> None:
-    """Set the step count of a parameter when resuming; see `get_step`."""
+    """Set the step count of a parameter when resuming; see `get_step`. A count of 0 is set, too:
+    torch's Adam requires it in a state that exists, even if all steps so far were skipped.
+    """
     import torch
 
-    if step == 0:
-        return
     if type(optimizer).__module__.startswith("apex."):
         group["step"] = step
     elif isinstance(optimizer.state[parameter].get("step"), int):  # bitsandbytes

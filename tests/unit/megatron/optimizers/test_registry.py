@@ -95,6 +95,20 @@ def test_a_restored_state_continues_like_an_uninterrupted_run(name, params):
         assert get_step(fresh, {}, copy) == get_step(optimizer, {}, parameter)
 
 
+@pytest.mark.parametrize("name", ["adam", "lion", "sgd"])
+def test_a_restored_state_of_a_run_that_has_skipped_all_steps_is_updated(name):
+    """A fused optimizer skips a step on the device, and leaves a state with the step count 0."""
+    optimizer, parameters = new_optimizer(name)
+    for parameter in parameters:
+        initialize_state(optimizer, parameter, OPTIMIZERS[name].state_tensors)
+        set_step(optimizer, optimizer.param_groups[0], parameter, 0)
+        assert get_step(optimizer, {}, parameter) == 0
+    before = [parameter.detach().clone() for parameter in parameters]
+    step(optimizer, parameters)
+    for parameter, value in zip(parameters, before, strict=True):
+        assert not torch.equal(parameter, value)
+
+
 @pytest.mark.parametrize("shape", [(4, 6), (3, 1, 1), (2, 3, 4)])
 def test_shapes_of_the_state_of_adafactor(shape):
     parameter = torch.nn.Parameter(torch.randn(shape))
