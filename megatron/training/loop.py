@@ -154,8 +154,10 @@ def _load_state(engine: Engine, start: Start, report: Report) -> TrainingState:
     engine.project()
 
     def saves(iteration: int) -> bool:
-        # Iteration 0 is saved only by a run that begins there.
-        if not start.iteration < iteration <= last_iteration and (iteration or start.iteration):
+        # Iteration 0 is saved only by a run that begins there, and no run ends there.
+        if iteration == 0:
+            return start.iteration == 0 and config.checkpoint.saves(0)
+        if not start.iteration < iteration <= last_iteration:
             return False
         is_end = iteration == last_iteration or _is_due(iteration, config.training.exit_interval)
         return is_end or config.checkpoint.saves(iteration)

@@ -304,3 +304,11 @@ def test_validation_at_the_end_repeats_that_of_an_earlier_process(evaluated_at, 
     )
     Trainer.evaluate_at_end(trainer)
     assert starts == [expected]
+
+
+def test_exit_interval_does_not_replace_iteration_0(tmp_path, data_path):
+    """A run that starts from the weights in its own folder saves iteration 0 only if asked to."""
+    trained(tmp_path, data_path, train_iters=1, eval_iters=0, extra_save_iters=[0])
+    keys = {"train_iters": 2, "eval_iters": 0, "finetune": True, "iteration": 0}
+    trained(tmp_path, data_path, exit_interval=2, **keys)
+    assert saved_iterations(tmp_path / "checkpoints") == [0, 1, 2]
