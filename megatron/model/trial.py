@@ -16,14 +16,17 @@ from megatron.model.initialization import initialize
 from megatron.model.settings import ModelSettings
 from megatron.utils.errors import UserError
 
-MAX_LENGTH, MAX_LAYERS, MAX_HEAD_SIZE, VOCABULARY = 32, 8, 16, 64
+MAX_LENGTH, MAX_LAYERS, MAX_HIDDEN_SIZE, VOCABULARY = 32, 8, 256, 64
 
 
 def _small(config: ModelConfig) -> ModelConfig:
-    """The configuration with few layers and small heads."""
+    """The configuration with few narrow layers. The heads keep their size, on which the options of
+    a rotation depend.
+    """
     changes = {
         "num_layers": min(config.num_layers, MAX_LAYERS),
-        "hidden_size": config.num_attention_heads * min(config.head_size, MAX_HEAD_SIZE),
+        "hidden_size": min(config.hidden_size, MAX_HIDDEN_SIZE),
+        "intermediate_size": min(config.intermediate_size, 4 * MAX_HIDDEN_SIZE),
         "attention_backend": "auto",
     }
     return config.model_copy(update=changes)
@@ -54,9 +57,9 @@ def trial_step(config: ModelConfig, dtype: torch.dtype) -> list[str]:
     """Compute the loss and all gradients in `dtype`, and return what is not finite of the
     positional method: values of its bias or weight, or else gradients of its parameters.
 
-    The model is that of the configuration, but for a small vocabulary, at most 8 layers, and heads
-    of size 16 at most, so that it fits into the memory of any machine. Exceptions of the positional
-    method are not caught.
+    The model is that of the configuration, but for a small vocabulary, at most 8 layers, and a
+    hidden size of 256 at most, so that it fits into the memory of any machine. Exceptions of the
+    positional method are not caught.
     """
     settings = ModelSettings(_small(config), VOCABULARY)
     model = GPT(settings)

@@ -5,7 +5,9 @@ import torch
 
 from kerple.positional import Bias, KerpleLog, Rotary, ScoreModifier, registry
 from megatron.config import Config
-from megatron.model.trial import check_parts, trial_step
+from megatron.model.gpt import GPT
+from megatron.model.settings import ModelSettings
+from megatron.model.trial import VOCABULARY, _small, check_parts, trial_step
 from tests.support.checkpoints import settings_of
 from tests.support.errors import assert_rejected
 from tests.support.methods import methods_and_variants
@@ -41,6 +43,14 @@ def test_gradients_that_are_not_finite_are_named(monkeypatch):
         trial_step(model_config("root", init_method="normal", init_method_std=1e30), torch.float32)
         == []
     )
+
+
+def test_the_model_of_a_trial_fits_into_the_memory_of_any_machine():
+    sizes = {"num_layers": 96, "hidden_size": 12288, "num_attention_heads": 96}
+    small = _small(model_config("rotary", **sizes, rotary_pct=0.25))
+    with torch.device("meta"):
+        model = GPT(ModelSettings(small, VOCABULARY))
+    assert sum(parameter.numel() for parameter in model.parameters()) < 2e8
 
 
 @pytest.mark.parametrize("name", methods_and_variants())
