@@ -58,7 +58,7 @@ def unpack(archive: str | Path, folder: Path) -> None:
             with open_file(archive) as stream, zipfile.ZipFile(stream) as zipped:
                 check_entries(zipped, stream)
                 check_size(sum(entry.file_size for entry in zipped.infolist()))
-            shutil.unpack_archive(archive, folder, "zip")
+                zipped.extractall(folder)
             return
         opened: Callable[..., Any] = open
         for signature, function in _COMPRESSIONS.items():

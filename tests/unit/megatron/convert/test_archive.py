@@ -52,6 +52,14 @@ def test_contents_are_unpacked(kind, tmp_path):
     assert {name: (folder / name).read_bytes() for name in FILES} == FILES
 
 
+@pytest.mark.parametrize("write", [write_zip, write_tar], ids=["zip", "tar"])
+def test_names_with_two_dots_are_unpacked(write, tmp_path):
+    path = write(tmp_path / "a.archive", {"run/step 1..5/notes..txt": b"1"})
+    (tmp_path / "out").mkdir()
+    unpack(path, tmp_path / "out")
+    assert (tmp_path / "out/run/step 1..5/notes..txt").read_bytes() == b"1"
+
+
 @pytest.mark.parametrize("mode", ["w", "w:gz", "w:bz2", "w:xz"])
 @pytest.mark.parametrize("padding", [0, 20])
 def test_a_tar_file_that_ends_with_a_zip_file(mode, padding, tmp_path):
