@@ -140,6 +140,7 @@ EMBEDDING, OUTPUT = "word_embeddings.weight", "final_linear.weight"
 # Copies of a tensor may differ by this, relative to its largest value: ranks can be trained apart
 # by rounding.
 COPY_TOLERANCE = 0.01
+_NAN = 1e38  # in comparisons of copies
 
 # Command-line names of the dtypes that weights are converted to.
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -218,10 +219,11 @@ def check_copies(copies: Sequence[Tensor], problem: str) -> None:
     """Raises CheckpointError, saying `problem`, if copies differ by more than rounding."""
     if copies[0].is_meta:
         return
-    first, *others = (tensor.float() for tensor in copies)
+    # NaN becomes a number, so that it equals NaN and differs from other values.
+    first, *others = (tensor.float().nan_to_num(_NAN) for tensor in copies)
     for other in others:
-        difference = (first - other).abs().nan_to_num(0.0).max()
-        largest = torch.stack((first, other)).abs().nan_to_num(0.0).max()
+        difference = (first - other).abs().max()
+        largest = torch.stack((first, other)).abs().max()
         if difference > COPY_TOLERANCE * largest:
             raise CheckpointError(f"{problem} (largest difference: {difference:.2g})")
 

@@ -1,5 +1,6 @@
 """Layer files: merging and slicing tensor-parallel shards, and what does not fit a model."""
 
+import math
 from pathlib import Path
 
 import pytest
@@ -214,9 +215,12 @@ def test_copies_of_other_tensors_must_be_equal(tmp_path):
     step = save_shards(model, tmp_path / "global_step1", 2)
     change(step, 2, 1, mlp_dense_4h_to_h_bias=1.0001)  # rounding
     loaded(model, step)
-    change(step, 2, 1, mlp_dense_4h_to_h_bias=2)
-    with pytest.raises(CheckpointError, match=r"layer_02-model_00.*mlp\.dense_4h_to_h\.bias"):
-        loaded(model, step)
+    for factor in (2, math.nan):
+        change(step, 2, 1, mlp_dense_4h_to_h_bias=factor)
+        with pytest.raises(CheckpointError, match=r"layer_02-model_00.*mlp\.dense_4h_to_h\.bias"):
+            loaded(model, step)
+    change(step, 2, 0, mlp_dense_4h_to_h_bias=math.nan)
+    loaded(model, step)  # equal copies, of a run that has diverged
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
