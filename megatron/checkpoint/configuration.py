@@ -74,8 +74,13 @@ NOT_IN_RECIPE = {
     "model": {"attention_backend", "pos_emb_module"},
     "optimizer": {"zero_stage", "zero"},
     "data": {
-        *("data_path", "train_data_paths", "valid_data_paths", "test_data_paths"),
-        *("data_impl", "num_workers", "data_cache_path"),
+        "data_path",
+        "train_data_paths",
+        "valid_data_paths",
+        "test_data_paths",
+        "data_impl",
+        "num_workers",
+        "data_cache_path",
     },
 }
 

@@ -26,8 +26,12 @@ NOT_IN_NOTICE = {
     "optimizer": {"betas", "eps", "momentum", "params"},
     "schedule": {"train_iters", "lr_decay_iters", "lr_schedule"},
     "data": {
-        *("split", "train_data_weights", "valid_data_weights", "test_data_weights"),
-        *("weight_by_num_documents", "weighted_sampler_alpha"),
+        "split",
+        "train_data_weights",
+        "valid_data_weights",
+        "test_data_weights",
+        "weight_by_num_documents",
+        "weighted_sampler_alpha",
     },
 }
 

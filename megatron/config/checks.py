@@ -304,7 +304,8 @@ def _positional_method(config: Sections) -> Iterator[str]:
 
     # Positions of the learned table.
     if model.pos_emb == "learned":
-        for name, length in [*given, *(("random_range", longest) for longest in random_ranges)]:
+        given += [("random_range", longest) for longest in random_ranges]
+        for name, length in given:
             if length > model.max_position_embeddings:
                 yield (
                     f"{name} {length} is more than max_position_embeddings "

@@ -364,5 +364,5 @@ def _describe_problem(problem: ErrorDetails, section: str, keys: MergedKeys) -> 
         description = SECTIONS[section].model_fields[str(field)].description
         place = sources or "configuration"
         return f'{place}: key "{".".join(path)}" is missing: {description}'
-    path = (*path, *(str(part) for part in inside if part != "[key]"))
+    path += tuple(str(part) for part in inside if part != "[key]")
     return f"{_where(path, keys)}: {problem_text(problem)}, not {shortened(repr(problem['input']))}"

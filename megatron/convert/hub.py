@@ -25,15 +25,18 @@ PREFIX = "hf:"
 
 # Downloaded files. Weights in subfolders are other formats of the same model.
 PATTERNS = (
-    *(
-        "config.json",
-        "generation_config.json",
-        "tokenizer.json",
-        "tokenizer_config.json",
-        "special_tokens_map.json",
-    ),
-    *("tokenizer.model", "vocab.json", "merges.txt", "chat_template.jinja"),
-    *("model.safetensors", "model-*.safetensors", "model.safetensors.index.json"),
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "tokenizer.model",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "model.safetensors",
+    "model-*.safetensors",
+    "model.safetensors.index.json",
 )
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
 

@@ -68,15 +68,16 @@ SAME_VALUE = {
 
 # Other keys that `keys_from` reads: in all families, and in some.
 OTHER_KEYS = (
-    *(
-        "model_type",
-        "head_dim",
-        "intermediate_size",
-        "hidden_act",
-        "tie_word_embeddings",
-        "layer_types",
-    ),
-    *("rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor"),
+    "model_type",
+    "head_dim",
+    "intermediate_size",
+    "hidden_act",
+    "tie_word_embeddings",
+    "layer_types",
+    "rope_parameters",
+    "rope_scaling",
+    "rope_theta",
+    "partial_rotary_factor",
 )
 FAMILY_KEYS = (
     "attention_bias",

@@ -220,10 +220,18 @@ class _NormLinear(torch.autograd.Function):
         if update is not None:
             new_hidden = torch.empty_like(hidden)
         stats = hidden.new_empty(rows, 2, dtype=torch.float32)  # mean and inverse deviation
-        vectors = (update_bias, norm_weight, norm_bias)
         with torch.cuda.device_of(hidden):
             kernels.norm_kernel[(rows,)](
-                *(hidden, update, *vectors, new_hidden, normed, stats, size, eps),
+                hidden,
+                update,
+                update_bias,
+                norm_weight,
+                norm_bias,
+                new_hidden,
+                normed,
+                stats,
+                size,
+                eps,
                 **row_options(size, rms, hidden.dtype),
             )
         # The normed states are not saved: the backward pass computes them again.
@@ -256,8 +264,17 @@ class _NormLinear(torch.autograd.Function):
         sums = hidden.new_empty(programs, 3, size, dtype=torch.float32)
         with torch.cuda.device_of(hidden):
             kernels.norm_backward_kernel[(programs,)](
-                *(grad_normed, grad_hidden),
-                *(hidden, norm_weight, norm_bias, stats, grad_input, normed, sums, rows, size),
+                grad_normed,
+                grad_hidden,
+                hidden,
+                norm_weight,
+                norm_bias,
+                stats,
+                grad_input,
+                normed,
+                sums,
+                rows,
+                size,
                 **row_options(size, ctx.rms, hidden.dtype),
             )
 
@@ -272,9 +289,18 @@ class _NormLinear(torch.autograd.Function):
             grad_bias = grad_output.sum(0)
         if ctx.has_update:
             grad_update = grad_input
-        updates = (grad_input, grad_update, grad_update_bias)
-        norm_grads = (grad_norm_weight, grad_norm_bias)
-        return *updates, *norm_grads, grad_output.T @ normed, grad_bias, None, None, None
+        return (
+            grad_input,
+            grad_update,
+            grad_update_bias,
+            grad_norm_weight,
+            grad_norm_bias,
+            grad_output.T @ normed,
+            grad_bias,
+            None,
+            None,
+            None,
+        )
 
 
 class _ActivationLinear(torch.autograd.Function):
@@ -296,7 +322,10 @@ class _ActivationLinear(torch.autograd.Function):
         activated = torch.empty_like(x)
         with torch.cuda.device_of(x):
             kernels.activation_kernel[(rows, -(-size // kernels.COLUMNS))](
-                *(x, bias, activated, size),
+                x,
+                bias,
+                activated,
+                size,
                 ACTIVATION=activation,
                 BLOCK=kernels.COLUMNS,
                 num_warps=4,
@@ -319,7 +348,13 @@ class _ActivationLinear(torch.autograd.Function):
         sums = x.new_empty(programs, size, dtype=torch.float32)
         with torch.cuda.device_of(x):
             kernels.activation_backward_kernel[(tiles, programs)](
-                *(x, bias, grad_x, activated, sums, rows, size),
+                x,
+                bias,
+                grad_x,
+                activated,
+                sums,
+                rows,
+                size,
                 ACTIVATION=ctx.activation,
                 ROWS=kernels.TILE_ROWS,
                 COLUMNS=kernels.TILE_COLUMNS,
@@ -345,7 +380,7 @@ class _GatedLinear(torch.autograd.Function):
         gated = x.new_empty(rows, size)
         with torch.cuda.device_of(x):
             kernels.gated_kernel[(rows, -(-size // kernels.COLUMNS))](
-                *(x, gated, size), ACTIVATION=activation, BLOCK=kernels.COLUMNS, num_warps=4
+                x, gated, size, ACTIVATION=activation, BLOCK=kernels.COLUMNS, num_warps=4
             )
         ctx.save_for_backward(x, weight)
         ctx.activation = activation
@@ -362,7 +397,11 @@ class _GatedLinear(torch.autograd.Function):
         gated, grad_x = torch.empty_like(grad_gated), torch.empty_like(x)
         with torch.cuda.device_of(x):
             kernels.gated_backward_kernel[(rows, -(-size // kernels.COLUMNS))](
-                *(x, grad_gated, gated, grad_x, size),
+                x,
+                grad_gated,
+                gated,
+                grad_x,
+                size,
                 ACTIVATION=ctx.activation,
                 BLOCK=kernels.COLUMNS,
                 num_warps=4,
@@ -397,7 +436,10 @@ def _sum_rows(sums: Tensor, dtype: torch.dtype) -> Tensor:
     total = sums.new_empty(sums.shape[1:], dtype=dtype)
     with torch.cuda.device_of(sums):
         kernels.sum_rows_kernel[(-(-total.numel() // kernels.TILE_COLUMNS),)](
-            *(sums, total, len(sums), total.numel()),
+            sums,
+            total,
+            len(sums),
+            total.numel(),
             BLOCK=kernels.TILE_COLUMNS,
             ROWS=kernels.TILE_ROWS,
             num_warps=4,

@@ -297,7 +297,13 @@ def _launch(
         mask = mask.contiguous()
     with torch.cuda.device_of(logits):
         loss_kernel.cross_entropy_kernel[(rows,)](
-            *(logits, labels, mask, lse, label_logits, vocabulary, first_token),
+            logits,
+            labels,
+            mask,
+            lse,
+            label_logits,
+            vocabulary,
+            first_token,
             MERGED=merged,
             GRADIENT=gradient,
             BLOCK=loss_kernel.BLOCK,

@@ -19,8 +19,14 @@ from megatron.utils.errors import UserError, first_line, import_package
 # `pydoc_data` prose: their losses are so different that a sample of the corpus would need many more
 # documents for the same standard error.
 _EXCLUDED_FOLDERS = {
-    *("test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"),
-    *("encodings", "pydoc_data"),
+    "test",
+    "tests",
+    "idle_test",
+    "site-packages",
+    "dist-packages",
+    "__pycache__",
+    "encodings",
+    "pydoc_data",
 }
 
 PIECE_BYTES = 1000

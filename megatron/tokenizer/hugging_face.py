@@ -28,7 +28,11 @@ _BEFORE_SPACE = re.compile(r"(?<=\S)(?=[ \n])")
 _EVERY_BYTE = (
     *range(0x801),
     *range(0x1000, 0x10000, 0x1000),
-    *(0x10000, 0x40000, 0x80000, 0xC0000, 0x100000),
+    0x10000,
+    0x40000,
+    0x80000,
+    0xC0000,
+    0x100000,
 )
 
 # The character that represents byte 0 in GPT-2's byte-level alphabet.
