@@ -248,9 +248,8 @@ def split_tensors(tensors: Mapping[str, Tensor], model: ModelConfig) -> dict[str
         if not inner.startswith("attention.query_key_value."):
             renamed[prefix + BLOCK_NAMES[inner]] = tensor
             continue
-        groups = tensor.unflatten(
-            0, (model.num_kv_heads, -1, model.head_size)
-        )  # [g, h / g + 2, d, ...]
+        # [g, h / g + 2, d, ...]
+        groups = tensor.unflatten(0, (model.num_kv_heads, -1, model.head_size))
         parts = groups[:, :-2], groups[:, -2:-1], groups[:, -1:]
         for projection, part in zip(PROJECTIONS, parts, strict=True):
             kind = inner.rpartition(".")[2]

@@ -5,8 +5,8 @@
     .txt .md .rst .tex       one document; also .text, .markdown and names without extension
     .parquet                 a table, one document per row (needs pyarrow)
     .tar .zip                members of the types above except .parquet, in archive order; no
-    archives inside archives .gz .zst .xz             compression of any of the above except .zip
-    and .parquet
+                             archives inside archives
+    .gz .zst .xz             compression of any of the above except .zip and .parquet
 
 In folders and archives, hidden files, files in hidden folders and unfinished archives of
 lm-dataformat are skipped. In folders, files of other types, those named README and those that
@@ -38,10 +38,8 @@ _FORMATS = {
 }
 ARCHIVE_FORMATS = ("tar", "zip")
 _COMPRESSIONS = (".gz", ".zst", ".xz")
-_SEEKABLE_FORMATS = (
-    "zip",
-    "parquet",
-)  # reading these needs a seekable file, so they cannot be compressed
+# Reading these needs a seekable file, so they cannot be compressed.
+_SEEKABLE_FORMATS = ("zip", "parquet")
 
 # lm-dataformat writes its current archive under a name that starts with this.
 _UNFINISHED = "current_chunk"

@@ -304,9 +304,8 @@ class StepLog:
                     scale,
                 )
         self._norms, self._scales = [], []
-        self._engine.deepspeed.skipped_steps = (
-            self.skipped_steps
-        )  # DeepSpeed does not count skipped bf16 steps
+        # DeepSpeed does not count skipped bf16 steps.
+        self._engine.deepspeed.skipped_steps = self.skipped_steps
         if self.skipped_steps == iteration == self._config.schedule.last_iteration:
             raise skipped_steps(self._config, f"all {iteration:,} steps", self._scale)
 
@@ -322,10 +321,9 @@ class StepLog:
             last_iteration = self._config.schedule.last_iteration
             losses = torch.stack(self._losses).float().cpu()
             loss = float(losses[torch.isfinite(losses)].mean())
-            samples_per_second = steps * engine.global_batch / max(self.seconds, 1e-9)
-            length = (state.tokens - self._tokens) / (
-                steps * engine.global_batch
-            )  # mean over the steps
+            sequences = steps * engine.global_batch
+            samples_per_second = sequences / max(self.seconds, 1e-9)
+            length = (state.tokens - self._tokens) / sequences  # mean over the steps
             tokens_per_second = samples_per_second * length
             memory = peak_memory(layout.device)
 
