@@ -166,7 +166,9 @@ def _stack(
     settings: SampleSettings, samples: list[dict[str, torch.Tensor]]
 ) -> dict[str, torch.Tensor]:
     """A batch of these samples."""
-    keys = ["tokens", "labels"] + ["loss_mask"] * settings.eod_mask_loss
+    keys = ["tokens", "labels"]
+    if settings.eod_mask_loss:
+        keys.append("loss_mask")
     batch = {key: torch.stack([sample[key] for sample in samples]) for key in keys}
     if settings.reset_attention_mask:
         ends = (batch["tokens"] == settings.eod).long()

@@ -86,7 +86,7 @@ def part_documents(config: Config, part: str) -> dict[str, tuple[int, int]]:
     return documents
 
 
-def evaluation_corpora(config: Config, part: str = "valid") -> tuple[Sequence[str], str | None]:
+def evaluation_corpora(config: Config, part: str) -> tuple[Sequence[str], str | None]:
     """Return the prefixes of the corpora for a part, and the split that selects it (None: the
     corpora are the part).
 

@@ -424,9 +424,7 @@ class GPT(nn.Module):
             hidden = run_blocks(blocks, hidden, tables, documents)
         return self.get_submodule(str(self.settings.config.num_layers + 3))(hidden)
 
-    def shared_tables(
-        self, hidden: Tensor, length: int, mode: AttentionMode = DEFAULT_MODE
-    ) -> SharedTables:
+    def shared_tables(self, hidden: Tensor, length: int, mode: AttentionMode) -> SharedTables:
         """The tables of the layers with each window, for a text of `length` tokens. They are built
         before the blocks, so that recomputed activations read the same tensors. Empty if each layer
         must compute its own, in its call.

@@ -95,9 +95,7 @@ class _SplitHeads(torch.autograd.Function):
         return stacked.view(batch, length, row), None
 
 
-def split_heads(
-    qkv: Tensor, head_size: int, queries_per_key: int = 1
-) -> tuple[Tensor, Tensor, Tensor]:
+def split_heads(qkv: Tensor, head_size: int, queries_per_key: int) -> tuple[Tensor, Tensor, Tensor]:
     """`[b, s, (h + 2 g) d]` -> query `[b, h, s, d]`, key and value `[b, g, s, d]`, for h = g *
     `queries_per_key`.
 

@@ -132,15 +132,11 @@ def _skip(tensor: Tensor) -> None:
     """megatron-core requires an initializer even with perform_initialization=False."""
 
 
-def _mark_partition(parameter: nn.Parameter, dim: int) -> None:
+def _mark_partition(parameter: Any, dim: int) -> None:
     # megatron-core sets these attributes only when it initializes the weight itself. DeepSpeed's
     # gradient norm and our checkpoints read them.
-    for name, value in (
-        ("tensor_model_parallel", True),
-        ("partition_dim", dim),
-        ("partition_stride", 1),
-    ):
-        setattr(parameter, name, value)
+    parameter.tensor_model_parallel = True
+    parameter.partition_dim = dim
 
 
 def _with_one_output(layer: nn.Module) -> nn.Module:

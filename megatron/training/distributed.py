@@ -174,9 +174,10 @@ class DistributedSignalHandler:
         self._previous: dict[int, Callable[[int, FrameType | None], Any] | int | None] = {}
 
     def __enter__(self) -> "DistributedSignalHandler":
-        # The signals that are not used otherwise.
-        nohup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
-        numbers = [signal.SIGTERM, signal.SIGINT] + [signal.SIGHUP] * (not nohup)
+        # The signals that are not used otherwise. SIGHUP is ignored under nohup.
+        numbers = [signal.SIGTERM, signal.SIGINT]
+        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
+            numbers.append(signal.SIGHUP)
         # SIGUSR1 may be the launcher's signal, see `follow_launcher`.
         if signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL:
             numbers.append(signal.SIGUSR1)
