@@ -38,6 +38,8 @@ def chomsky_table(results: Sequence[Result], settings: ExperimentSettings) -> Ta
         f"(training lengths 1 to {settings.train_longest}; {settings.steps:,} steps of "
         f"{settings.batch} samples; architecture {settings.architecture})."
     )
+    if len({result["seed"] for result in results}) > 1:
+        note += " Mean ± standard deviation over the seeds."
     return Table(
         "chomsky",
         "Tasks of the Chomsky hierarchy",

@@ -37,6 +37,9 @@ def test_table():
     )
     (note,) = chomsky_table(RESULTS, replace(SETTINGS, test_longest=70, test_every=20)).notes
     assert "the test lengths 41 to 61 in steps of 20 (" in note
+    assert "standard deviation" in note
+    (note,) = chomsky_table(RESULTS[2:], SETTINGS).notes
+    assert "standard deviation" not in note  # of one seed
 
 
 def test_figure():
