@@ -66,16 +66,8 @@ class PositionsExceeded(ValueError):
 # The hooks that attention and the embedding call.
 HOOKS = ("embed", "rotate", "bias", "weight", "modify_scores", "scale_qk", "decay")
 # Properties of earlier versions, which nothing asks for.
-REPLACED = (
-    "embeds",
-    "rotates",
-    "modifies_scores",
-    "scales_qk",
-    "has_bias",
-    "has_weight",
-    "has_decay",
-    "has_positions",
-)
+REPLACED: tuple[str, ...] = ("embeds", "rotates", "modifies_scores", "scales_qk")
+REPLACED += ("has_bias", "has_weight", "has_decay", "has_positions")
 
 
 @dataclass(frozen=True, eq=False)

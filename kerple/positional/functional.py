@@ -44,7 +44,8 @@ def cast_together(tensors: Sequence[Tensor], dtype: torch.dtype) -> Sequence[Ten
 
 def default_frequencies(size: int, base: float) -> tuple[float, ...]:
     """base^(-2i/size) for i = 0 ... size/2 - 1."""
-    return tuple(float(base) ** (-2.0 * i / size) for i in range(size // 2))
+    count = (size + 1) // 2
+    return tuple(float(base) ** (-2.0 * i / size) for i in range(count))
 
 
 def ntk_base(base: float, factor: float, size: int) -> float:
@@ -130,14 +131,16 @@ class Angles:
     """Cosines and sines of position * frequency, `[s, n/2]` float32 each, times `scale`.
 
     The frequencies are base^(-2i/n) by default. Angles are computed in float64: in float32 an angle
-    near 65,536 is off by up to 0.004, and casting the model would make it worse. Raises ValueError
-    unless the base is above 1.
+    near 65,536 is off by up to 0.004, and casting the model would make it worse. `dtype` float32 is
+    for comparisons with models that compute angles in float32. Raises ValueError unless the base is
+    above 1.
     """
 
     def __init__(
         self,
         size: int,
         base: float,
+        dtype: torch.dtype = torch.float64,
         frequencies: Sequence[float] = (),
         scale: float = 1.0,
     ):
@@ -145,9 +148,10 @@ class Angles:
         self.base = float(base)
         if not 1 < self.base < math.inf:
             raise ValueError(f"base {base}: the base of the wavelengths must be a number above 1")
+        self.dtype = dtype
         self.frequencies = tuple(frequencies)
         # Given frequencies replace those of the base.
-        self._frequencies_on = DeviceConstant(frequencies, torch.float64)
+        self._frequencies_on = DeviceConstant(frequencies, dtype)
         self.scale = scale
         self._cache = LatestResults()
         self._stretched: tuple[float, Angles] | None = None
@@ -168,6 +172,7 @@ class Angles:
         stretched = Angles(
             self.size,
             base=ntk_base(self.base, factor, self.size),
+            dtype=self.dtype,
             frequencies=frequencies,
             scale=self.scale,
         )
@@ -185,10 +190,10 @@ class Angles:
         if self.frequencies:
             values = self._frequencies_on(positions.device)
         else:
-            even = torch.arange(0, self.size, 2, dtype=torch.float64, device=positions.device)
+            even = torch.arange(0, self.size, 2, dtype=self.dtype, device=positions.device)
             values = 1.0 / self.base ** (even / self.size)
         # Every position times every frequency.
-        angles = positions.double()[:, None] * values  # [s, n/2]
+        angles = positions.to(self.dtype)[:, None] * values  # [s, n/2]
         cosines = angles.cos() * self.scale
         sines = angles.sin() * self.scale
         return cosines.float().to(device), sines.float().to(device)

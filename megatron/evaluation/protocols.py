@@ -211,9 +211,8 @@ class Sliding(LastK):
         return self.size
 
 
-PROTOCOLS: dict[str, type[Protocol]] = {
-    each.base_name: each for each in (NonOverlapping, Kerple, LastK, Sliding)
-}
+_ALL: tuple[type[Protocol], ...] = (NonOverlapping, Kerple, LastK, Sliding)
+PROTOCOLS = {each.base_name: each for each in _ALL}
 _SIZED = re.compile(r"([a-z-]+)@([1-9][0-9]{0,11})")
 
 

@@ -114,7 +114,7 @@ def markdown(table: Table, heading: str = "##") -> str:
                 text += f" {DAGGER}"
             texts.append(text)
         if entry.published:
-            texts = [f"*{text}*" if text else "" for text in texts]
+            texts = [text and f"*{text}*" for text in texts]
         lines.append(line(texts))
     if table.notes:
         lines.append("")
@@ -169,7 +169,7 @@ def latex(table: Table) -> str:
                 text += _LATEX[DAGGER]
             texts.append(text)
         if entry.published:
-            texts = [rf"{{\itshape {text}}}" if text else "" for text in texts]
+            texts = [text and rf"{{\itshape {text}}}" for text in texts]
         lines.append(line(texts))
     return "\n".join([*lines, r"\bottomrule", r"\end{tabular}", r"\end{table}"]) + "\n"
 

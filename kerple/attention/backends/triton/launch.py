@@ -60,7 +60,7 @@ MAX_GRID = 65_535
 LOG2_E = 1.0 / math.log(2.0)
 # Programs that keep a GPU busy while they add up tiles: a few for each of its multiprocessors.
 TABLE_PROGRAMS = 1056
-# Columns of a program that sums tiles along diagonals. They divide the side of each `tables` tile.
+# The most columns of a program that sums tiles along diagonals; the side of a tile is a power of 2.
 DIAGONAL_COLUMNS = 32
 # Bytes of tiles to be summed along diagonals; if all heads need more, a few heads at a time are
 # computed.
@@ -481,16 +481,17 @@ class Launcher:
             for grad, workspace in zip(grads, workspaces, strict=True):
                 if grad is None:
                     continue
+                columns = min(DIAGONAL_COLUMNS, side)
                 self._launch(
                     self.table_kernels.sum_diagonals_kernel,
-                    (count, side // DIAGONAL_COLUMNS, heads),
+                    (count, side // columns, heads),
                     workspace,
                     grad[first_head:],
                     grad.stride(0),
                     parts,
                     length,
                     BLOCK=side,
-                    COLUMNS=DIAGONAL_COLUMNS,
+                    COLUMNS=columns,
                     num_warps=4,
                     num_stages=1,
                 )
