@@ -13,7 +13,12 @@ from pandas import DataFrame, concat
 
 from megatron.reporting.aggregate import AnyRecord, Measurements, Method, measurements, method_of
 from megatron.reporting.formatting import format_length, slug
-from megatron.reporting.paper_tables import compares_modes, modes_of, setting_title
+from megatron.reporting.paper_tables import (
+    compares_modes,
+    lengths_notes,
+    modes_of,
+    setting_title,
+)
 from megatron.reporting.published import corpus_name, display_name, line_numbers, load_published
 from megatron.reporting.style import (
     CHARACTER,
@@ -81,6 +86,9 @@ def perplexity_figures(records: Sequence[AnyRecord]) -> list[ReportFigure]:
             title += f", trained at length {setting.train_length:,}"
         caption = f"Perplexity by sequence length, protocol {setting.protocol}."
         caption += seeds_caption(group.seeds)
+        scored = group.frame[group.frame["tokens"].fillna(0) > 0]
+        for note in lengths_notes(scored):
+            caption += f" {note}"
         draw = partial(perplexity_plot, group, pos_embs=pos_embs)
         figure = ReportFigure(f"extrapolation-{setting.name}", title, caption, draw)
         figures.append(figure)

@@ -403,7 +403,7 @@ def _notes(
                 f"{corpus_name(setting.corpus)} at {length:,}: the values are not comparable, "
                 f"because they were measured on different texts{size}."
             )
-    notes += _lengths_notes(tokens) + settings_notes(group)
+    notes += lengths_notes(tokens) + settings_notes(group)
 
     # The daggers, and the rows of the paper.
     if reference and any(cell.worse for cell in cells):
@@ -422,7 +422,7 @@ def _notes(
     return notes + missing_notes(group, names)
 
 
-def _lengths_notes(measured: DataFrame) -> list[str]:
+def lengths_notes(measured: DataFrame) -> list[str]:
     """The corpora on which the lengths of a method were measured on different texts, e.g. because
     an earlier evaluation had other lengths. The protocol `kerple` does so itself.
     """

@@ -147,3 +147,12 @@ def test_passkey_heat_maps():
     assert list(panels)[:4] == ["KERPLE (log)", "ALiBi", "T5", "FIRE"], "in the paper's order"
     np.testing.assert_allclose(panels["ALiBi"].images[0].get_array(), [[20, 20], [70, 70]])
     assert [text.get_text() for text in panels["FIRE"].texts] == ["20", "×", "70", "×"]
+
+
+def test_the_caption_says_that_lengths_were_measured_on_different_texts():
+    records = [record("alibi", 128, 20.0, tokens=4096), record("alibi", 256, 21.0, tokens=4096)]
+    (figure,) = figures.perplexity_figures(records)
+    assert "not comparable" not in figure.caption
+    records.append(record("alibi", 512, 19.0, tokens=8192))
+    (figure,) = figures.perplexity_figures(records)
+    assert "values at different lengths are not comparable" in figure.caption
