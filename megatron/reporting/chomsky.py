@@ -2,19 +2,22 @@
 over length.
 """
 
-import math
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from pandas import Series
 
 from megatron.chomsky.experiment import ExperimentSettings, Result
 from megatron.chomsky.tasks import TASKS
+from megatron.reporting.aggregate import comparable_means
 from megatron.reporting.formatting import best_texts, format_mean
 from megatron.reporting.published import line_numbers
 from megatron.reporting.style import SCREEN, Style, legend_above, line_style, new_figure
 from megatron.reporting.tables import Cell, Row, Table
+
+FEWER_SEEDS = "methods with fewer than others are not bold"  # part of a note
 
 
 def chomsky_table(results: Sequence[Result], settings: ExperimentSettings) -> Table:
@@ -22,10 +25,10 @@ def chomsky_table(results: Sequence[Result], settings: ExperimentSettings) -> Ta
     methods = list(dict.fromkeys(result["pos_emb"] for result in results))
     rows = []
     for task in tasks_of(results, TASKS):
-        scores: dict[str, list[float]] = {method: [] for method in methods}
+        scores: dict[str, dict[int, float]] = {method: {} for method in methods}
         for result in results:
             if result["task"] == task:
-                scores[result["pos_emb"]].append(100 * result["score"])
+                scores[result["pos_emb"]][result["seed"]] = 100 * result["score"]
         cells = mean_cells(scores.values())
         rows.append(Row((TASKS[task].level, task.replace("_", " ")), tuple(cells)))
 
@@ -38,8 +41,9 @@ def chomsky_table(results: Sequence[Result], settings: ExperimentSettings) -> Ta
         f"(training lengths 1 to {settings.train_longest}; {settings.steps:,} steps of "
         f"{settings.batch} samples; architecture {settings.architecture})."
     )
-    if len({result["seed"] for result in results}) > 1:
-        note += " Mean ± standard deviation over the seeds."
+    num_seeds = len({result["seed"] for result in results})
+    if num_seeds > 1:
+        note += f" Mean ± standard deviation over up to {num_seeds} seeds; {FEWER_SEEDS}."
     return Table(
         "chomsky",
         "Tasks of the Chomsky hierarchy",
@@ -50,13 +54,19 @@ def chomsky_table(results: Sequence[Result], settings: ExperimentSettings) -> Ta
     )
 
 
-def mean_cells(values: Iterable[Sequence[float]], *, standard_error: bool = False) -> list[Cell]:
-    """The mean over the seeds of each method; the highest ones are bold. See `format_mean`."""
-    texts, means = [], []
-    for seeds in values:
-        texts.append(format_mean(seeds or None, digits=3, standard_error=standard_error))
-        means.append(statistics.fmean(seeds or [math.nan]))
-    return list(map(Cell, texts, best_texts(means, texts, "highest")))
+def mean_cells(
+    values: Iterable[Mapping[int, float]], *, standard_error: bool = False
+) -> list[Cell]:
+    """The mean over the seeds of each method, from its values by seed (see `format_mean`). The
+    highest one is bold, of those that `comparable_means` compares.
+    """
+    cells, texts = [], []
+    for by_seed in values:
+        cells.append(Series(by_seed, dtype=float))
+        known = by_seed.values() or None
+        texts.append(format_mean(known, digits=3, standard_error=standard_error))
+    best = best_texts(comparable_means(cells), texts, "highest")
+    return list(map(Cell, texts, best))
 
 
 def chomsky_figure(

@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 
 from megatron.chomsky.experiment import ExperimentSettings, Result
 from megatron.chomsky.length_tasks import LENGTH_TASKS
-from megatron.reporting.chomsky import mark_guessing, mean_cells, tasks_of
+from megatron.reporting.chomsky import FEWER_SEEDS, mark_guessing, mean_cells, tasks_of
 from megatron.reporting.formatting import standard_error_of_mean
 from megatron.reporting.published import line_numbers
 from megatron.reporting.style import (
@@ -61,17 +61,18 @@ def _table(
     for task in tasks_of(results, LENGTH_TASKS):
         guess = 100 * LENGTH_TASKS[task].guess
         lines.append(Section(f"{task.replace('_', ' ')} (random guessing: {guess:.1f})"))
-        by_method: dict[str, list[Curve]] = {}
+        by_method: dict[str, dict[int, Curve]] = {}
         for result in results:
             if result["task"] == task:
-                by_method.setdefault(result["pos_emb"], []).append(curve(result))
+                curves = by_method.setdefault(result["pos_emb"], {})
+                curves[result["seed"]] = curve(result)
 
         # Mean over the seeds of each method, column by column, with the best value in bold.
         by_column = []
         for column in columns:
             values = []
-            for seeds in by_method.values():
-                values.append([seed[column] for seed in seeds if column in seed])
+            for curves in by_method.values():
+                values.append({seed: own[column] for seed, own in curves.items() if column in own})
             by_column.append(mean_cells(values, standard_error=True))
         for method, cells in zip(by_method, zip(*by_column, strict=True), strict=True):
             lines.append(Row((method,), cells))
@@ -84,7 +85,7 @@ def _table(
         f"{settings.steps:,} steps of {settings.batch} samples; tested with "
         f"{settings.test_samples} samples per length"
     )
-    notes = [f"{note}).", f"Mean ± standard error over up to {num_seeds} seeds."]
+    notes = [f"{note}).", f"Mean ± standard error over up to {num_seeds} seeds; {FEWER_SEEDS}."]
     if num_seeds == 1:
         notes = [f"{note}, one seed)."]
     return Table(name, title, ("method",), tuple(columns.values()), tuple(lines), tuple(notes))

@@ -42,6 +42,14 @@ def test_table():
     assert "standard deviation" not in note  # of one seed
 
 
+def test_a_mean_over_fewer_seeds_is_not_bold():
+    lucky = result("binary_addition", "rotary", 1, 0.9, 0.9)
+    other = [result("binary_addition", "alibi", seed, 0.3, 0.3) for seed in (0, 1)]
+    (row,) = chomsky_table([*RESULTS[:2], lucky, *other], SETTINGS).rows
+    assert [cell.text for cell in row.cells] == ["50.0 ± 7.1", "90.0", "30.0"]
+    assert [cell.best for cell in row.cells] == [True, False, False]
+
+
 def test_figure():
     panels = [axes for axes in chomsky_figure(RESULTS, SETTINGS).axes if axes.get_visible()]
     assert [axes.get_title(loc="left") for axes in panels] == ["even pairs", "binary addition"]

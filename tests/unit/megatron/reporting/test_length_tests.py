@@ -45,7 +45,15 @@ def test_accuracy_by_length():
     ]
     assert [cell.best for cell in table.lines[1].cells] == [True, True]
     assert [cell.best for cell in table.lines[2].cells] == [True, False]
-    assert "Mean ± standard error over up to 2 seeds." in table.notes
+    assert any("standard error over up to 2 seeds;" in note for note in table.notes)
+
+
+def test_a_mean_over_fewer_seeds_is_not_bold():
+    lucky = result("associative_recall", "rotary", 1, 0.9, 0.9, {"64": [90, 100]})
+    for table in (length_table, distance_table):
+        none, rotary = table([*RESULTS[:2], lucky], SETTINGS).rows
+        assert [cell.best for cell in none.cells] == [False, False]
+        assert [cell.best for cell in rotary.cells] == [False, False]
 
 
 def test_accuracy_by_distance_at_the_longest_length():
