@@ -101,12 +101,14 @@ def retrofit_steps(losses: DataFrame) -> str:
     """Mean losses at FAR times the training length by the number of steps. Markdown."""
     heads = " | ".join(f"{steps:,} steps" for steps in ALL_STEPS)
     columns = " --: |" * len(ALL_STEPS)
-    lines = [f"| added, loss at {length_name(FAR)} | {heads} |", f"| :-- |{columns}"]
+    lines = [f"| added, loss at {length_name(FAR)} | seeds | {heads} |", f"| :-- | --: |{columns}"]
     for variant in TRAINED:
-        means = [means_at(losses, variant, steps, (FAR,)) for steps in ALL_STEPS]
-        cells = [f"{mean:.2f}" for each in means if each is not None for mean in each]
-        if cells:
-            lines.append(f"| {NAMES[variant]} | {' | '.join(cells)} |")
+        # A run records all numbers of steps at once.
+        by_steps = [at(losses, variant, steps, FAR).values() for steps in ALL_STEPS]
+        seeds = len(by_steps[0])
+        if seeds:
+            cells = " | ".join(f"{statistics.fmean(each):.2f}" for each in by_steps)
+            lines.append(f"| {NAMES[variant]} | {seeds} | {cells} |")
     return "\n".join(lines)
 
 

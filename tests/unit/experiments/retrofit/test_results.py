@@ -40,10 +40,13 @@ def test_table(losses):
 def test_losses_by_steps(losses):
     frames = [losses[losses["steps"] == results.STEPS].assign(steps=each) for each in (0, 30, 100)]
     frames += [losses[losses["steps"] == results.STEPS].assign(steps=each) for each in (300, 1000)]
-    table = results.retrofit_steps(concat(frames)).splitlines()
+    every = concat(frames)
+    is_second_control = (every["variant"] == "control") & (every["seed"] == 2)
+    table = results.retrofit_steps(every[~is_second_control]).splitlines()
+    assert table[0].startswith("| added, loss at 16 L | seeds | 0 steps |")
     assert table[2:] == [
-        "| nothing | 6.00 | 6.00 | 6.00 | 6.00 | 6.00 |",
-        "| KERPLE (log) | 4.01 | 4.01 | 4.01 | 4.01 | 4.01 |",
+        "| nothing | 1 | 6.00 | 6.00 | 6.00 | 6.00 | 6.00 |",
+        "| KERPLE (log) | 2 | 4.01 | 4.01 | 4.01 | 4.01 | 4.01 |",
     ]
 
 
