@@ -27,6 +27,33 @@ def test_positions_of_the_queries_count():
     assert dropped == 8
 
 
+IDS = torch.tensor([[0, 0, 0, 0, 0], [3, 3, 4, 4, 4]])
+
+
+@pytest.mark.parametrize(
+    "documents",
+    [
+        Documents(IDS[:1]),
+        Documents(IDS),
+        Documents(IDS, torch.arange(7, 12).expand(2, -1)),
+        Documents(IDS, queries=torch.tensor([2, 3])),
+    ],
+)
+def test_moved_documents(documents):
+    """The same queries, keys and positions, also for calls with another number of queries."""
+    moved = documents.to(torch.device("cpu"))
+    assert moved.fill_rows == documents.fill_rows
+    assert (moved.ranges is None) == (documents.ranges is None)
+    for q_len in (2, 5) if documents.queries is None else (2,):
+        fresh = Documents(documents.ids, documents.positions, documents.queries)
+        expected = fresh.groups(q_len)
+        found = moved.groups(q_len)
+        for (queries, keys, dropped), others in zip(found, expected, strict=True):
+            assert queries.tolist() == others[0].tolist()
+            assert keys.tolist() == others[1].tolist()
+            assert dropped == others[2]
+
+
 def test_positions_count_the_tokens_of_a_document():
     ids = torch.tensor([[3, 3, 1, 1, 1, 3], [-1, 0, 0, 2, -1, 2]])
     positions = [[0, 1, 0, 1, 2, 2], [0, 0, 1, 0, 1, 1]]

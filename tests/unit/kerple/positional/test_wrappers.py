@@ -14,6 +14,7 @@ from kerple.attention.tables import jacobians
 from kerple.positional import (
     ModelShape,
     PerLayer,
+    PositionalMethod,
     PositionsExceeded,
     build,
     build_layers,
@@ -304,6 +305,73 @@ def test_each_layer_is_its_own_method():
         layers[1].method.bias_p.fill_(-1.0)
     project(layers[1])
     assert layers[1].method.bias_p.min() > 0
+
+
+# Methods that differ from the base class in each of these attributes.
+ENTRIES = [
+    {"rotary": {"scaling": "yarn", "factor": 4.0}},
+    {"rotary": {"scaling": "dynamic", "factor": 2.0}},
+    {"rpe": {"bidirectional": True}},
+    "fire",
+    "stick_breaking",
+    "dape_v2_kerple",
+    "transformer_xl",
+    "xpos",
+]
+ATTRIBUTES = ("hooks", "per_pair", "shift_invariant", "lookahead", "counts_from_start", "signed")
+ATTRIBUTES += ("causal_only", "turns", "interpolated", "score_scale", "length_dependent")
+
+
+@pytest.mark.parametrize("entry", ENTRIES)
+def test_a_layer_has_the_attributes_of_its_method(entry):
+    method = build("per_layer", LAYERS, methods=[entry])
+    for name in ATTRIBUTES:
+        assert getattr(method, name) == getattr(method.method, name), name
+
+
+def test_the_entries_cover_the_attributes():
+    for name in ATTRIBUTES:
+        default = getattr(PositionalMethod, name)
+        methods = [build("per_layer", LAYERS, methods=[each]).method for each in ENTRIES]
+        assert any(getattr(method, name) != default for method in methods), name
+
+
+def test_a_layer_for_longer_texts():
+    """The base for longer texts, mapped distances and the options of training are the method's."""
+    positions, states = torch.arange(4), torch.randn(1, 2, 4, 8)
+    rotary, layer = build("rotary", LAYERS), build("per_layer", LAYERS, methods=["rotary"])
+    expected = rotary.stretched(2.0).rotate(states, states, positions, positions)[0]
+    found = layer.stretched(2.0).rotate(states, states, positions, positions)[0]
+    assert torch.equal(found, expected)
+    distances = torch.tensor([0.0, 0.5, 1.0])
+    assert torch.equal(
+        build("per_layer", LAYERS, methods=["fire"]).mapped_table(distances), distances
+    )
+    methods = [{"rotary": {"fraction": 0.5, "scaling": "linear", "factor": 2.0}}, "none"]
+    trained = {"methods": [{"rotary": {"fraction": 0.5}}, {"none": {}}]}
+    assert PerLayer.trained_options(methods=methods) == trained
+
+
+def test_a_layer_with_random_positions_has_the_sample_of_the_text():
+    options = {"random_range": 64, "random_length": 16}
+    layer = build("per_layer", LAYERS, methods=[{"rotary": options}]).eval()
+    alone = build("rotary", LAYERS, **options).eval()
+    positions, states = torch.arange(4), torch.randn(1, 2, 4, 8)
+    for length in (9, None):
+        found = []
+        for method in (layer, alone):
+            method.begin_text(length)
+            found.append(method.rotate(states, states, positions, positions)[0])
+        assert torch.equal(*found)
+    for method in (layer, alone):
+        method.train().begin_step(3, 7, 5)
+    assert torch.equal(layer.method.sampled(positions), alone.sampled(positions))
+
+
+def test_sampled_positions_have_no_far_positions_and_no_direction():
+    assert not random_method("rotary").turns
+    assert random_method("rpe", bidirectional=True).causal_only
+    assert not random_method("rpe").causal_only
 
 
 def test_random_positions_advance():
