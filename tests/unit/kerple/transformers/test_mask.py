@@ -7,6 +7,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+import torch.nn.functional as F
 from transformers import (
     AutoConfig,
     AutoModel,
@@ -23,7 +24,7 @@ from transformers import (
 from kerple.attention import position_tables
 from kerple.transformers import use_positional
 from kerple.transformers.attention import PROBES
-from kerple.transformers.mask import CALLS, attention_mask
+from kerple.transformers.mask import CALLS, attention_mask, dense_mask
 from tests.support.model_families import (
     FAMILIES,
     OLDEST,
@@ -361,6 +362,77 @@ def test_texts_around_padding_are_not_separated():
     with pytest.raises(ValueError, match="position_ids"):
         model(tokens, attention_mask=mask, position_ids=restarting)
     model(tokens, attention_mask=mask, position_ids=torch.arange(12)[None])
+
+
+@torch.no_grad()
+def test_a_text_of_one_token_and_texts_after_a_cache_are_not_separated():
+    model = family_model("llama")
+    use_positional(model, "kerple_log")
+    tokens, mask = torch.randint(3, 90, (1, 8)), torch.ones(1, 8, dtype=torch.int64)
+    with pytest.raises(ValueError, match="position_ids"):
+        model(tokens[:, :4], position_ids=torch.tensor([[0, 0, 1, 2]]))
+    # The padding is that of earlier tokens.
+    mask[:, :2] = 0
+    cache = DynamicCache()
+    model(tokens[:, :4], attention_mask=mask[:, :4], past_key_values=cache)
+    restarting = {"position_ids": torch.tensor([[2, 3, 0, 1]]), "past_key_values": cache}
+    with pytest.raises(ValueError, match="position_ids"):
+        model(tokens[:, 4:], attention_mask=mask, **restarting)
+
+
+# The first padding is on the left, then between tokens, then on the right.
+PADDING = torch.ones(4, 12, dtype=torch.int64)
+PADDING[1, :7], PADDING[2, 3:5], PADDING[3, 8:] = 0, 0, 0
+WINDOW_OF_4 = masking_utils.sliding_window_causal_mask_function(4)
+
+
+@pytest.mark.parametrize("padding", [None, PADDING, PADDING[:, :10]])
+@pytest.mark.parametrize(
+    ("function", "sizes"),
+    [
+        (masking_utils.causal_mask_function, (12, 12, 0, 0)),
+        (masking_utils.causal_mask_function, (2, 12, 10, 0)),
+        (masking_utils.causal_mask_function, (3, 16, 9, 0)),
+        (masking_utils.bidirectional_mask_function, (12, 12, 0, 0)),
+        (masking_utils.bidirectional_mask_function, (5, 12, 0, 0)),
+        (WINDOW_OF_4, (12, 12, 0, 0)),
+        (WINDOW_OF_4, (2, 5, 10, 7)),
+        (lambda row, head, query, key: (key <= query) & (key != 4), (12, 12, 0, 0)),
+    ],
+)
+def test_masks_are_those_of_their_functions(function, sizes, padding):
+    """Pair by pair, also with unused keys, and keys that a cache has dropped."""
+    q_length, kv_length, q_offset, kv_offset = sizes
+    visible = attention_mask(
+        4, q_length, kv_length, q_offset, kv_offset, function, padding, local_size=4
+    ).visible
+    used = visible.kv_len
+    assert used == min(kv_length, 12 - kv_offset)
+    is_text = torch.ones(4, 12, dtype=torch.bool)
+    if padding is not None:
+        is_text = F.pad(padding, (0, 12 - padding.shape[1])).bool()
+    is_text = is_text[:, kv_offset : kv_offset + used]
+    query = torch.arange(q_offset, q_offset + q_length)[:, None]
+    key = torch.arange(kv_offset, kv_offset + used)
+    seen = torch.as_tensor(function(0, 0, query, key)) & is_text[:, None]
+
+    found = visible.dense
+    if found is None:
+        found = dense_mask(visible, visible.device, is_cross=q_length == 5)
+    found = found.expand(4, 1, q_length, used)[:, 0]
+    # Queries that are padding see anything.
+    places = slice(q_offset - kv_offset, q_offset - kv_offset + q_length)
+    is_query = is_text[:, places, None]
+    assert torch.equal(found & is_query, seen & is_query)
+
+    # Distances do not count padding.
+    positions = visible.positions
+    if visible.documents is not None:
+        positions = visible.documents.positions
+    if positions is None:
+        positions = torch.arange(used).expand(4, -1)
+    count = is_text.cumsum(dim=1) - 1
+    assert torch.equal(positions[is_text], count[is_text])
 
 
 @pytest.mark.parametrize("lengths", [(2, 8, 2), (3, 7, 2), (12,), (1, 1, 9, 1)])
