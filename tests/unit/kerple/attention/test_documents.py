@@ -54,6 +54,25 @@ def test_moved_documents(documents):
             assert dropped == others[2]
 
 
+@pytest.mark.parametrize(
+    ("ids", "expected"),
+    [
+        ([[0, 0, 1], [1, 1, 1]], [[0, 0, 2], [0, 2, 1], [1, 0, 3]]),
+        ([[-1, 0, 0], [2, 2, -1]], [[0, 1, 2], [1, 0, 2]]),
+        ([[3, 4, 3]], None),
+    ],
+)
+def test_ranges(ids, expected):
+    """Rows end a range, padding is none, and a document with a gap has none."""
+    documents = Documents(torch.tensor(ids))
+    if expected is None:
+        assert documents.ranges is None
+        return
+    assert documents.ranges.tolist() == expected
+    assert Documents(documents.ids, documents.positions).ranges is None
+    assert Documents(documents.ids, queries=torch.arange(3)).ranges is None
+
+
 def test_positions_count_the_tokens_of_a_document():
     ids = torch.tensor([[3, 3, 1, 1, 1, 3], [-1, 0, 0, 2, -1, 2]])
     positions = [[0, 1, 0, 1, 2, 2], [0, 0, 1, 0, 1, 1]]

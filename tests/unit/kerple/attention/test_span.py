@@ -22,6 +22,26 @@ def test_mask_and_first_key_follow_the_definition(span):
     assert span.mask(range(3), range(3), "meta").device.type == "meta"
 
 
+@pytest.mark.parametrize("span", [Span(window=3, sinks=2), Span(window=3, causal=False)])
+def test_sinks_and_windows_on_both_sides(span):
+    query, key = torch.arange(11)[:, None], torch.arange(11)
+    visible = (query - key).abs() < 3
+    if span.causal:
+        visible = (visible | (key < 2)) & (key <= query)
+        assert visible.sum(dim=1).max() == span.max_kv_len(11)
+    for queries, keys in ((slice(0, 11), slice(0, 11)), (slice(2, 9), slice(5, 11))):
+        mask = span.mask(queries, keys, "cpu")
+        assert torch.equal(~mask, visible[queries, keys])
+
+
+@pytest.mark.parametrize(
+    "sizes", [{"sinks": 1}, {"sinks": -1}, {"window": 3, "sinks": 1, "causal": False}]
+)
+def test_invalid_sinks_are_rejected(sizes):
+    with pytest.raises(ValueError, match="sinks"):
+        Span(**sizes)
+
+
 def test_a_block_sees_from_half_to_all_of_the_training_length():
     """LEX, section 3.2: with blocks of l / 2, from l / 2 + 1 to l keys."""
     span = Span(block=8)

@@ -2,8 +2,10 @@
 
 import torch
 
-from kerple.attention import jacobians, score_table, tables
+from kerple.attention import jacobians, position_tables, score_table, tables
+from kerple.attention.tables import lookup
 from kerple.positional import ModelShape, build
+from kerple.positional.distance_maps import Clip
 
 SHAPE = ModelShape(num_heads=4, head_size=8, hidden_size=32, num_layers=2, max_positions=64)
 
@@ -25,6 +27,44 @@ def test_tables_cover_the_distances():
     assert tables(build("rotary", SHAPE), 5, "cpu") == (None, None)
 
 
+def test_tables_from_a_distance_on():
+    method = build("kerple_bias_wht", SHAPE)
+    for whole, part in zip(
+        tables(method, 20, "cpu"), tables(method, 20, "cpu", first=7), strict=True
+    ):
+        assert torch.equal(part, whole[:, 7:])
+    method = build("dape_alibi", SHAPE)
+    part = score_table(method, 20, "cpu", first=7)
+    assert torch.equal(part, score_table(method, 20, "cpu")[:, 7:])
+
+
+def test_tables_at_mapped_distances():
+    """Without jacobians, which are those of other distances. FIRE gets the distances."""
+    nearest = torch.arange(9.0).clamp(max=3)
+    options = {"with_jacobians": True, "distance_map": Clip(3)}
+    method = build("kerple_log", SHAPE)
+    mapped = position_tables(method, 9, "cpu", **options)
+    assert torch.equal(mapped.bias, method.bias(nearest))
+    assert mapped.bias_jacobian is None
+    method = build("dape_alibi", SHAPE)
+    mapped = position_tables(method, 9, "cpu", **options)
+    assert torch.equal(mapped.scores, method.table(nearest))
+    mapped = position_tables(build("fire", SHAPE), 9, "cpu", **options)
+    assert torch.equal(mapped.scores, nearest)
+
+
+def test_tables_of_both_directions():
+    distance = torch.arange(5)[:, None] - torch.arange(5)
+    rows = torch.stack((distance, distance.T))
+    method = build("rpe", SHAPE, bidirectional=True)
+    found = position_tables(method, 5, "cpu", causal=False)
+    assert found.signed
+    assert not position_tables(method, 5, "cpu").signed
+    assert torch.equal(lookup(found.bias, distance), method.bias(distance.float()))
+    expected = method.bias(rows.float()).transpose(0, 1)
+    assert torch.equal(lookup(found.bias, rows), expected)
+
+
 def test_rounded_distances_collapse_as_in_the_release():
     method = build("kerple_log", SHAPE)
     with torch.no_grad():
@@ -37,6 +77,7 @@ def test_rounded_distances_collapse_as_in_the_release():
     assert len(distances) == 256 + 6 * 128 + 1
     assert all(row.unique().numel() <= len(distances) for row in rounded)
     assert all(row.unique().numel() > 10 * len(distances) for row in exact)
+    assert torch.equal(rounded, rounded.bfloat16().float())
     assert torch.equal(rounded[:, 4001], rounded[:, 4000])
     assert not torch.equal(exact[:, 4001], exact[:, 4000])
 
