@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from kerple.positional import Fire
+from kerple.positional import Chunk, Fire
 from tests.support.attention import assert_is_formula
 
 
@@ -51,6 +51,30 @@ def test_a_key_after_the_query_takes_its_place():
     causal = method.pair_bias(positions, positions, like)
     expected = torch.where(positions[:, None] >= positions, causal, causal.transpose(1, 2))
     torch.testing.assert_close(method.pair_bias(positions, positions, like, causal=False), expected)
+
+
+def test_signs_of_c_and_m():
+    """Training may change them; the formula has their absolute values."""
+    torch.manual_seed(0)
+    method, positions = Fire(3, threshold=2.0), torch.arange(9)
+    expected = method.pair_bias(positions, positions, torch.zeros(()))
+    for parameter in (method.c, method.m):
+        parameter.data.neg_()
+    assert torch.equal(method.pair_bias(positions, positions, torch.zeros(())), expected)
+
+
+def test_mapped_distances():
+    """Halves of all distances, also of that to the first token, are half of c and twice L."""
+    torch.manual_seed(0)
+    method, positions = Fire(3, threshold=2.0).double(), torch.arange(9)
+    scores, mask = torch.zeros(1, 3, 9, 9).double(), positions > positions[:, None]
+    mapped = torch.arange(9) / 2
+    chunk = Chunk(scores, scores, positions, positions, mask, mapped)
+    found = method.modify_scores(chunk)[0]
+    method.c.data /= 2
+    method.threshold *= 2
+    expected = method.pair_bias(positions, positions, scores)
+    torch.testing.assert_close(found.tril(), expected.tril())
 
 
 def test_initial_values():

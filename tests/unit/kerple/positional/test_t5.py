@@ -68,6 +68,20 @@ def test_bias_is_the_table_times_the_root_of_the_head_size():
     assert torch.equal(bias[:, jacobian.dense], jacobian.coefficients[:, 0])
 
 
+def test_statistics_of_keys_up_to_the_query():
+    method = T5(num_heads=3, head_size=4, bidirectional=True)
+    found = method.statistics()
+    expected = method.bias(torch.tensor([0.0, 1e4])).detach()
+    assert torch.equal(found["bias_nearest"], expected[:, 0])
+    assert torch.equal(found["bias_farthest"], expected[:, 1])
+
+
+def test_the_largest_distance_is_beyond_the_exact_buckets():
+    with pytest.raises(ValueError, match="max_distance"):
+        T5(num_heads=2, head_size=4, num_buckets=32, max_distance=16)
+    T5(num_heads=2, head_size=4, num_buckets=32, max_distance=17)
+
+
 def test_the_table_has_its_name_in_checkpoints_and_is_xavier_normal():
     method = T5(num_heads=3000, head_size=64)
     assert {name: tuple(tensor.shape) for name, tensor in method.state_dict().items()} == {
