@@ -104,6 +104,20 @@ def test_values_and_gradients(cls, options):
     )
 
 
+@pytest.mark.parametrize(
+    "cls", [DapeKerple, DapeAlibi, DapeFire, DapeV2Kerple, DapeV2Alibi, DapeV2Fire]
+)
+def test_options_are_those_of_the_parts(cls):
+    method = cls(HEADS, mlp_width=7, variant="Concat")
+    assert method.variant == "Concat"
+    assert method.first.weight.shape[0] == 7
+    assert method.counts_from_start == (cls in (DapeFire, DapeV2Fire))
+    if method.counts_from_start:
+        method = cls(HEADS, mlp_width=7, threshold=8.0)
+        assert method.static.threshold == 8.0
+        assert method.static.first.weight.shape[0] == 7
+
+
 @pytest.mark.usefixtures("small_chunks")
 @pytest.mark.parametrize("cls", [DapeRotary, DapeV2Rotary])
 def test_rotary_scores(cls):

@@ -12,6 +12,7 @@ from kerple.positional import (
     KerpleGaussian3,
     KerpleLog,
     KerpleLog3,
+    KerpleLogRotary,
     KerplePower,
     KerpleSquareWeight,
     KerpleSum,
@@ -288,6 +289,15 @@ def test_the_upper_bound_of_exponents():
     with torch.no_grad():
         method.bias_p.fill_(1.5)
     assert method.statistics()["bias_p"].tolist() == [1.0] * 3
+
+
+def test_options_of_sums_and_of_rotary_kernels():
+    method = KerpleSum(3, "log + power", parameters="per-layer", highest_exponent=1.0)
+    assert not method.shared
+    assert method.bounds()["bias_2_power_p"][1] == 1.0
+    rotary = KerpleLogRotary(3, 8, parameters="per-layer", fraction=0.5, base=100.0)
+    assert not rotary.shared
+    assert (rotary.angles.size, rotary.angles.base) == (4, 100.0)
 
 
 @pytest.mark.parametrize("cls", [KerpleLog, KerpleSum, KerpleSquareWeight])

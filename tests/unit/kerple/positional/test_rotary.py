@@ -2,6 +2,8 @@
 their sources.
 """
 
+import math
+
 import pytest
 import torch
 from transformers import GPTNeoXConfig
@@ -239,6 +241,24 @@ def test_dynamic_scaling_depends_on_the_length():
         method.rotate(
             states[:, :, :1], states[:, :, :1], torch.tensor([TRAINED]), torch.tensor([TRAINED])
         )
+
+
+def test_what_inference_reads_of_scalings():
+    plain, yarn, dynamic = (
+        Rotary(16, TRAINED, scaling=scaling, factor=factor)
+        for scaling, factor in ((None, None), ("yarn", 4.0), ("dynamic", 4.0))
+    )
+    assert yarn.score_scale == pytest.approx((0.1 * math.log(4) + 1) ** 2)
+    assert [each.length_dependent for each in (plain, yarn, dynamic)] == [False, False, True]
+    assert [each.turns for each in (plain, yarn, dynamic)] == [True, True, False]
+    # A base for longer texts is that of a copy, and replaces no other scaling.
+    assert plain.stretched(2.0).angles.base == pytest.approx(10_000 * 2 ** (16 / 14))
+    assert plain.angles.base == 10_000
+    assert yarn.stretched(2.0) is None
+    positions = torch.arange(1, TRAINED + 1)
+    states = torch.zeros(1, 1, TRAINED, 16)
+    with pytest.raises(ValueError, match="trained_length"):
+        dynamic.rotate(states, states, positions, positions)
 
 
 POSITIONS = torch.tensor([0, 1, 2, 511, 65_536])
