@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from kerple.attention.part_check import part_problem
-from kerple.positional import Bias, ModelShape, PositionalMethod
+from kerple.positional import Bias, ModelShape, PositionalMethod, build, primary_names
 from kerple.positional.base import ScoreModifier
 
 SHAPE = ModelShape(num_heads=2, head_size=8, hidden_size=16, num_layers=2, max_positions=64)
@@ -47,6 +47,11 @@ class ByAllTokens(PositionalMethod):
     def decay(self, hidden):
         mean = hidden.mean(dim=(1, 2), keepdim=True)
         return -mean.abs().expand(-1, 2, hidden.shape[1])
+
+
+@pytest.mark.parametrize("name", primary_names())
+def test_values_that_do_not_depend_on_the_part(name):
+    assert part_problem(build(name, SHAPE), SHAPE, 48) is None
 
 
 @pytest.mark.parametrize(
