@@ -1,18 +1,23 @@
 """Warnings of methods that were trained with other weights."""
 
+import peft
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from kerple.transformers import load_positional, save_positional, use_positional
+from kerple.transformers.mask import MODULE
+from kerple.transformers.recognition import differ, recognized
 from tests.support.model_families import family_model
 
 
 def test_another_base_model(tmp_path, recwarn):
-    """Of the same shape: one warning, which names the folder and the model that was saved."""
+    """Of the same shape, and with the same first tokens, which may be padding: one warning, which
+    names the folder and the model that was saved.
+    """
     model, other = family_model("llama"), family_model("llama")
     with torch.no_grad():
-        other.model.embed_tokens.weight.copy_(torch.randn(99, 32) / 5)
+        other.model.embed_tokens.weight[2:] = torch.randn(97, 32) / 5
     model.save_pretrained(tmp_path / "base")
     adapted = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
     use_positional(adapted, "kerple_power")
@@ -66,7 +71,7 @@ def test_a_base_model_of_which_a_part_was_trained(tmp_path, part):
             load_positional(family_model("llama"), tmp_path / folder)
 
 
-def test_a_base_model_of_another_class(tmp_path):
+def test_a_base_model_of_another_class(tmp_path, recwarn):
     """The body of a saved language model, and a language model with a saved body."""
     model = family_model("llama")
     use_positional(model, "kerple_log")
@@ -81,6 +86,27 @@ def test_a_base_model_of_another_class(tmp_path):
     body.save_pretrained(tmp_path / "body")
     with pytest.warns(UserWarning, match="body: "):
         load_positional(other, tmp_path / "body")
+    # The same weights in the other form.
+    recwarn.clear()
+    load_positional(family_model("llama"), tmp_path / "body")
+    load_positional(family_model("llama").model, tmp_path / "whole")
+    assert not [each for each in recwarn if str(tmp_path) in str(each.message)]
+
+
+def test_weights_of_layers_that_peft_has_wrapped():
+    model = family_model("llama")
+    expected = set(recognized(model, MODULE))
+    peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"]))
+    assert expected <= set(recognized(model, MODULE))
+
+
+def test_values_that_differ():
+    """In either direction, by a part of the largest value, whose sign does not matter."""
+    pairs = [([1.0, -2.0], [1.0, -1.5], True), ([-2.0, 0.01], [-2.0, 0.02], False)]
+    for first, second, expected in pairs:
+        assert differ({"a": first}, {"a": second}) == expected
+        assert differ({"a": second}, {"a": first}) == expected
+    assert not differ({"a": [1.0]}, {"b": [2.0]})
 
 
 def test_a_base_model_without_matrices(tmp_path, recwarn):
