@@ -112,6 +112,21 @@ def test_parts_of_a_saved_model_get_their_methods(tmp_path):
         load_positional(family_model("t5").get_encoder(), tmp_path / "t5")
 
 
+def test_the_length_of_training_is_that_of_the_model():
+    model = family_model("llama")
+    use_positional(model, "rotary", own_positions="remove", scaling="dynamic", factor=2.0)
+    assert method_of(model).dynamic == (2.0, model.config.max_position_embeddings)
+
+
+def test_a_part_of_a_part_gets_its_method(tmp_path):
+    model = family_model("bart")
+    use_positional(model.model.encoder, "alibi")
+    model.save_pretrained(tmp_path)
+    loaded = load_positional(type(model).from_pretrained(tmp_path), tmp_path)
+    assert hasattr(loaded.model.encoder, "kerple_positional")
+    assert not hasattr(loaded.model, "kerple_positional")
+
+
 def test_a_part_that_is_saved_alone(tmp_path):
     model = family_model("llama")
     use_positional(model, "alibi", own_positions="remove")

@@ -158,6 +158,19 @@ def test_attention_probabilities(name):
         assert torch.equal(model(**inputs)[0], expected)
 
 
+@pytest.mark.parametrize("options", [{}, {"output_attentions": True}])
+@torch.no_grad()
+def test_dropout_of_probabilities(options):
+    """In training only, also where the matrix of scores is computed."""
+    model = family_model("gpt2", attn_pdrop=0.5, resid_pdrop=0.0, embd_pdrop=0.0)
+    use_positional(model, "kerple_log")
+    inputs = {**family_inputs(model), **options}
+    for training in (False, True):
+        model.train(training)
+        first, second = (model(**inputs)[0] for _ in range(2))
+        assert torch.equal(first, second) != training
+
+
 class Matrix(Bias):
     """A bias whose formula needs distances in the dtype of its parameters."""
 

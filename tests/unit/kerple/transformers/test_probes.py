@@ -52,10 +52,15 @@ def test_positions_that_cannot_be_removed(monkeypatch):
 
 
 def test_queries_that_grow_with_their_position():
-    model = family_model("llama4_text", attn_temperature_tuning=True)
-    with pytest.raises(ValueError, match="attn_temperature_tuning"):
-        use_positional(model, "alibi", own_positions="remove")
-    use_positional(model, "alibi")
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "llama_4_scaling_beta": 0.1}
+    models = [
+        family_model("llama4_text", attn_temperature_tuning=True),
+        family_model("llama", rope_parameters=rope),
+    ]
+    for model in models:
+        with pytest.raises(ValueError, match="attn_temperature_tuning"):
+            use_positional(model, "alibi", own_positions="remove")
+        use_positional(model, "alibi")
 
 
 @torch.no_grad()
@@ -122,8 +127,9 @@ def test_texts_beyond_the_table_of_positions():
 
 
 def test_methods_for_causal_attention_only():
-    with pytest.raises(NotImplementedError, match="after the query"):
-        use_positional(family_model("bert"), "stick_breaking")
+    for name in ("bert", "t5"):
+        with pytest.raises(NotImplementedError, match="after the query"):
+            use_positional(family_model(name), "stick_breaking")
     use_positional(family_model("llama"), "stick_breaking")
 
 
