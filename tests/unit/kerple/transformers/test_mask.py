@@ -398,6 +398,11 @@ WINDOW_OF_4 = masking_utils.sliding_window_causal_mask_function(4)
         (WINDOW_OF_4, (12, 12, 0, 0)),
         (WINDOW_OF_4, (2, 5, 10, 7)),
         (lambda row, head, query, key: (key <= query) & (key != 4), (12, 12, 0, 0)),
+        (lambda row, head, query, key: (key <= query) & (key != 9), (2, 5, 10, 7)),
+        (
+            lambda row, head, query, key: (key <= query) | ((query == 3) & (key == 4)),
+            (12, 12, 0, 0),
+        ),
     ],
 )
 def test_masks_are_those_of_their_functions(function, sizes, padding):
@@ -424,6 +429,11 @@ def test_masks_are_those_of_their_functions(function, sizes, padding):
     places = slice(q_offset - kv_offset, q_offset - kv_offset + q_length)
     is_query = is_text[:, places, None]
     assert torch.equal(found & is_query, seen & is_query)
+
+    # Windows of the backends do not count padding, those of transformers do.
+    if visible.window is not None and visible.documents is not None:
+        between = is_text[:, 1:] & ~is_text[:, :-1] & is_text.cumsum(dim=1)[:, :-1].bool()
+        assert not between.any()
 
     # Distances do not count padding.
     positions = visible.positions
