@@ -86,8 +86,7 @@ def perplexity_figures(records: Sequence[AnyRecord]) -> list[ReportFigure]:
             title += f", trained at length {setting.train_length:,}"
         caption = f"Perplexity by sequence length, protocol {setting.protocol}."
         caption += seeds_caption(group.seeds)
-        scored = group.frame[group.frame["tokens"].fillna(0) > 0]
-        for note in lengths_notes(scored):
+        for note in lengths_notes(group):
             caption += f" {note}"
         draw = partial(perplexity_plot, group, pos_embs=pos_embs)
         figure = ReportFigure(f"extrapolation-{setting.name}", title, caption, draw)

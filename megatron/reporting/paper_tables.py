@@ -14,8 +14,6 @@ from dataclasses import replace
 from operator import attrgetter
 from typing import Literal
 
-from pandas import DataFrame
-
 from megatron.evaluation.protocols import Kerple
 from megatron.reporting.aggregate import (
     ALPHA,
@@ -403,7 +401,7 @@ def _notes(
                 f"{corpus_name(setting.corpus)} at {length:,}: the values are not comparable, "
                 f"because they were measured on different texts{size}."
             )
-    notes += lengths_notes(tokens) + settings_notes(group)
+    notes += lengths_notes(group) + settings_notes(group)
 
     # The daggers, and the rows of the paper.
     if reference and any(cell.worse for cell in cells):
@@ -422,11 +420,12 @@ def _notes(
     return notes + missing_notes(group, names)
 
 
-def lengths_notes(measured: DataFrame) -> list[str]:
+def lengths_notes(values: Measurements) -> list[str]:
     """The corpora on which the lengths of a method were measured on different texts, e.g. because
     an earlier evaluation had other lengths. The protocol `kerple` does so itself.
     """
     notes = {}
+    measured = values.frame[values.frame["tokens"].fillna(0) > 0]
     by_seed = measured.groupby(["setting", "method", "seed"], sort=False, dropna=False)
     for (setting, *_), rows in by_seed:
         if setting.protocol.startswith(Kerple.base_name):
