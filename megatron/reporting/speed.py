@@ -10,7 +10,7 @@ from megatron.reporting.aggregate import AnyRecord, Method, method_of
 from megatron.reporting.formatting import format_mean
 from megatron.reporting.published import Published, corpus_name, load_published
 from megatron.reporting.tables import Cell, Row, Section, Table
-from megatron.reporting.training_log import read_log
+from megatron.reporting.training_log import seconds_per_step
 from megatron.utils.errors import UserError
 from megatron.utils.files import METRICS
 
@@ -26,7 +26,6 @@ class StepTime:
 
     corpus: str | None
     pos_emb: str
-    seed: int | None
     seconds: float
     model: tuple[int, int, int]
 
@@ -73,8 +72,8 @@ def step_times(records: Iterable[AnyRecord], notes: list[str]) -> list[StepTime]
                 "evaluation; evaluate it again."
             )
             continue
-        speed = read_log(log, run)
-        if speed:
+        seconds = seconds_per_step(log, run)
+        if seconds is not None:
             model = (config.model.num_layers, config.model.hidden_size, config.model.seq_length)
             pos_emb = method_of(record).pos_emb
             # Of the training, which the evaluated text need not be.
@@ -82,7 +81,7 @@ def step_times(records: Iterable[AnyRecord], notes: list[str]) -> list[StepTime]
             with suppress(UserError):
                 prefixes, _ = evaluation_corpora(config, "train")
                 corpus = name_of_corpora(prefixes)
-            times.append(StepTime(corpus, pos_emb, config.training.seed, speed[0], model))
+            times.append(StepTime(corpus, pos_emb, seconds, model))
     return times
 
 

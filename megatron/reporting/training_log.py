@@ -56,33 +56,31 @@ def last_metrics(path: Path) -> MetricsLine | None:
     return None
 
 
-def read_log(path: Path, run: str = "") -> tuple[float, float] | None:
-    """(seconds per step, tokens per second) of a run from a `metrics.jsonl`; None if it has no
-    steps.
+def seconds_per_step(path: Path, run: str = "") -> float | None:
+    """The median time of a step of a run from a `metrics.jsonl`; None if it has no steps.
 
-    run: `TrainingState.run`; empty for lines of earlier versions, which have none. Both are medians
+    run: `TrainingState.run`; empty for lines of earlier versions, which have none. The median is
     over the lines of the run with the median number of tokens per step, because its batches may
     have changed. Its first line includes warm-up and is skipped if there are others.
     Incomplete lines are skipped: the last one may be being written, and killed runs may have left
     others. Raises UserError if the file cannot be read or a value has a wrong type.
     """
-    steps: list[tuple[float, float]] = []
+    steps: list[tuple[float, float]] = []  # seconds, tokens
     for number, content in enumerate(read_lines(path, MAX_LINE_BYTES), start=1):
         line = parse_metrics(content, f"{path}, line {number}")
         if not line or line.get("run", "") != run:
             continue
-        if line.get("train/seconds_per_step") and line.get("train/tokens_per_second"):
-            steps.append((line["train/seconds_per_step"], line["train/tokens_per_second"]))
+        seconds, rate = line.get("train/seconds_per_step"), line.get("train/tokens_per_second")
+        if seconds and rate:
+            steps.append((seconds, seconds * rate))
     steps = steps[1:] or steps
     if not steps:
         return None
 
     # Tokens per step are products of rounded numbers.
-    tokens = [seconds * rate for seconds, rate in steps]
-    usual = statistics.median_low(tokens)
+    usual = statistics.median_low(tokens for _, tokens in steps)
     chosen = []
-    for step, tokens_per_step in zip(steps, tokens, strict=True):
-        if math.isclose(tokens_per_step, usual, rel_tol=0.02):
-            chosen.append(step)
-    seconds, rates = zip(*chosen, strict=True)
-    return statistics.median(seconds), statistics.median(rates)
+    for seconds, tokens in steps:
+        if math.isclose(tokens, usual, rel_tol=0.02):
+            chosen.append(seconds)
+    return statistics.median(chosen)

@@ -324,11 +324,11 @@ class Trainer:
 
         Returns False if a signal or `exit-interval` ended the run before it.
         """
-        # Before the first step.
+        # Before the first step. The log begins to count time when it is built.
         state, length, is_first = self.state, 0, True
+        self._save_or_evaluate_before_the_first_step()
         flops = partial(flops_per_token, self.outside_embedding, self.config.model)
         log = StepLog(self.config, self.engine, self.logger, flops, state)
-        self._save_or_evaluate_before_the_first_step(log)
         if self.datasets.train is not None and state.iteration < self.last_iteration:
             batches = self.engine.batches(self.datasets.train, state.consumed_samples)
         # The steps.
@@ -396,15 +396,14 @@ class Trainer:
             self.logger.info(f"exiting after iteration {state.iteration}: {exit_reason}; {saved}")
         return exit_reason is None
 
-    def _save_or_evaluate_before_the_first_step(self, log: StepLog) -> None:
+    def _save_or_evaluate_before_the_first_step(self) -> None:
         """Save iteration 0, or evaluate as the run did not before it was stopped."""
         state, last_iteration = self.state, self.last_iteration
         if state.iteration == 0 and last_iteration > 0 and self.config.checkpoint.saves(0):
             self._save()
         was_stopped = 0 < state.iteration < last_iteration and state.evaluated_at != state.iteration
         if was_stopped and _is_due(state.iteration, self.config.training.eval_interval):
-            with log.paused():
-                self._evaluate()
+            self._evaluate()
 
     def _exit_reason(self, signals: distributed.DistributedSignalHandler) -> str | None:
         """Why the run ends before its last iteration; None if it continues."""

@@ -9,7 +9,7 @@ from megatron.checkpoint.configuration import checkpoint_config
 from megatron.checkpoint.manifest import weights_fingerprint
 from megatron.checkpoint.recipe import training_recipe
 from megatron.reporting.speed import StepTime, step_time_tables, step_times
-from megatron.reporting.training_log import read_log
+from megatron.reporting.training_log import seconds_per_step
 from tests.support.checkpoints import write_checkpoint
 from tests.support.records import record
 
@@ -35,9 +35,9 @@ def test_seconds_per_step_from_logs(tmp_path):
     ]
     lines += [json.dumps({"iteration": 20}), line(25, 9.0)[:-3]]
     log.write_text("\n".join(lines))
-    assert read_log(log) == (0.5, 512.0), "the median without the first line"
+    assert seconds_per_step(log) == 0.5, "the median without the first line"
     log.write_text(line(5, 128.0))
-    assert read_log(log) == (2.0, 128.0)
+    assert seconds_per_step(log) == 2.0
     checkpoints = tmp_path / "checkpoints"
     write_checkpoint(checkpoints, "alibi", "nowhere")
     records = [
@@ -56,7 +56,7 @@ def test_seconds_per_step_from_logs(tmp_path):
         "no published row for another model size"
     )
     log.write_text("")
-    assert read_log(log) is None
+    assert seconds_per_step(log) is None
     log.unlink()
     assert step_times(records, []) == []
 
@@ -78,11 +78,11 @@ def test_only_the_lines_of_the_run_count(tmp_path):
         "alibi", 32, 3.0, checkpoint={"path": str(tmp_path / "checkpoints"), "iteration": 4}
     )
     assert [time.seconds for time in step_times([evaluated], [])] == [1.0]
-    assert read_log(tmp_path / "logs" / "metrics.jsonl") == (8.0, 32.0), (
+    assert seconds_per_step(tmp_path / "logs" / "metrics.jsonl") == 8.0, (
         "of an earlier version, without a run"
     )
-    assert read_log(tmp_path / "logs" / "metrics.jsonl", "first") == (4.0, 64.0)
-    assert read_log(tmp_path / "logs" / "metrics.jsonl", "third") is None
+    assert seconds_per_step(tmp_path / "logs" / "metrics.jsonl", "first") == 4.0
+    assert seconds_per_step(tmp_path / "logs" / "metrics.jsonl", "third") is None
 
 
 def test_a_run_that_was_continued_with_other_batches(tmp_path):
@@ -91,7 +91,7 @@ def test_a_run_that_was_continued_with_other_batches(tmp_path):
     before = [line(step, 512.0, 1024) for step in range(1, 4)]
     after = [line(step, 2048.0, 8192) for step in range(4, 9)]
     log.write_text("\n".join(before + after))
-    assert read_log(log) == (4.0, 2048.0)
+    assert seconds_per_step(log) == 4.0
 
 
 def test_a_folder_that_was_trained_anew_has_no_time(tmp_path):
@@ -119,8 +119,8 @@ def test_a_folder_that_was_trained_anew_has_no_time(tmp_path):
 
 
 def test_published_step_times():
-    keys = [(name, seed) for name in ("rpe", "x") for seed in (1, 2)]
-    times = [StepTime("github", name, seed, 0.3 + seed / 10, (12, 768, 512)) for name, seed in keys]
+    measured = [(name, seconds) for name in ("rpe", "x") for seconds in (0.4, 0.5)]
+    times = [StepTime("github", name, seconds, (12, 768, 512)) for name, seconds in measured]
     (table,) = step_time_tables(times)
     assert table.columns == ("T5", "x")
     assert [[cell.text for cell in row.cells] for row in table.rows] == [

@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron.reporting.training_log import read_log
+from megatron.reporting.training_log import seconds_per_step
 from megatron.utils.files import METRICS
 from tests.support.errors import assert_rejected
 
@@ -21,4 +21,4 @@ STEP = (
 )
 def test_values_of_a_wrong_type(line, message, tmp_path):
     (tmp_path / METRICS).write_bytes(STEP + line + b"\n")
-    assert_rejected(message, read_log, tmp_path / METRICS)
+    assert_rejected(message, seconds_per_step, tmp_path / METRICS)

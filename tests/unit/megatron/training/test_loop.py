@@ -1,5 +1,6 @@
 """Training runs in this process: losses, curricula, self-checks, and errors for unusable input."""
 
+import json
 from types import SimpleNamespace
 
 import pytest
@@ -10,14 +11,16 @@ from kerple.attention.backends.chunked import chunked_attention
 from kerple.positional import KerpleLog, registry
 from megatron.checkpoint.directory import saved_iterations
 from megatron.checkpoint.manifest import write_manifest_of_folder
+from megatron.checkpoint.saving import Checkpointer
 from megatron.checkpoint.state_dict import TrainingState
 from megatron.config import Config, UserError
 from megatron.data.datasets import build_datasets
 from megatron.tokenizer.tokenizer import build_tokenizer
 from megatron.training import distributed
-from megatron.training.engine import GPTWithLoss
+from megatron.training.engine import Engine, GPTWithLoss
 from megatron.training.loop import Trainer, train
 from megatron.training.optimizer import Schedule
+from megatron.utils.files import METRICS
 from tests.support.configs import make_config
 from tests.support.errors import assert_rejected
 from tests.support.runs import (
@@ -304,6 +307,24 @@ def test_validation_at_the_end_repeats_that_of_an_earlier_process(evaluated_at, 
     )
     Trainer.evaluate_at_end(trainer)
     assert starts == [expected]
+
+
+def test_saving_iteration_0_is_not_training_time(tmp_path, data_path, monkeypatch):
+    now = [0.0]
+
+    def takes(seconds, function):
+        def call(*arguments):
+            now[0] += seconds
+            return function(*arguments)
+
+        return call
+
+    monkeypatch.setattr("megatron.training.logging.time.perf_counter", lambda: now[0])
+    monkeypatch.setattr(Checkpointer, "save", takes(100.0, Checkpointer.save))
+    monkeypatch.setattr(Engine, "train_step", takes(2.0, Engine.train_step))
+    trained(tmp_path, data_path, train_iters=1, eval_iters=0, extra_save_iters=[0])
+    lines = (tmp_path / "logs" / METRICS).read_text().splitlines()
+    assert json.loads(lines[0])["train/seconds_per_step"] == 2.0
 
 
 def test_exit_interval_does_not_replace_iteration_0(tmp_path, data_path):
