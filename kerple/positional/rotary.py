@@ -291,14 +291,15 @@ def _check_options(scaling: str | None, options: Mapping[str, int | float | None
             )
         # Booleans are integers in Python.
         types: tuple[type, ...] = (int, float)
-        description = "a number"
+        description = "a finite number"
         if name in INTEGER_OPTIONS:
             types = (int,)
             description = "an integer"
-        if not isinstance(value, types) or isinstance(value, bool) or value < 0:
+        is_number = isinstance(value, types) and not isinstance(value, bool)
+        if not is_number or not 0 <= value < math.inf:
             raise ValueError(f"{name} {value!r} must be {description} >= 0")
     factor = options["factor"]
-    if "factor" in valid and (factor is None or not 1 <= factor < math.inf):
+    if "factor" in valid and (factor is None or factor < 1):
         raise ValueError(
             f"scaling {scaling} needs factor, the ratio of the new length to the trained one, at "
             f"least 1; got {factor}"
@@ -396,8 +397,10 @@ class XPos(Rotation):
             raise ValueError(
                 f"xpos rotates pairs of dimensions, so the head size must be even; got {head_size}"
             )
-        if not scale_base >= 1:
-            raise ValueError(f"scale_base {scale_base} must be at least 1 (a number of tokens)")
+        if not 1 <= scale_base < math.inf:
+            raise ValueError(
+                f"scale_base {scale_base} must be finite and at least 1 (a number of tokens)"
+            )
         self.scale_base = float(scale_base)
         self.angles = Angles(head_size, base)
         half = head_size // 2

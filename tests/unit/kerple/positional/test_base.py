@@ -92,6 +92,17 @@ YARN = {"scaling": "yarn", "factor": 2, "trained_length": 8}
         ("rotary", {"scaling": "linear"}, "scaling linear"),
         ("rotary", {"scaling": "ntk", "factor": 0.5}, r"scaling ntk.*factor.*0\.5"),
         ("rotary", {"scaling": "ntk", "factor": "4x"}, "factor '4x'"),
+        ("rotary", {"scaling": "ntk", "factor": float("inf")}, "factor.* inf"),
+        ("rotary", {"scaling": "ntk", "factor": True}, "factor True"),
+        *(
+            ("rotary", {"scaling": kind, "factor": 2, "fraction": 0.25}, f"{kind} .*dimensions.* 2")
+            for kind in ("ntk", "dynamic")
+        ),
+        ("rotary", {**YARN, "trained_length": 8.5}, r"trained_length 8\.5"),
+        *(
+            ("rotary", {**YARN, "attention_factor": scale}, f"attention_factor {scale}")
+            for scale in (-1.0, float("nan"), float("inf"))
+        ),
         ("rotary", {**YARN, "beta_fast": 1, "beta_slow": 2}, "beta_slow"),
         ("rotary", {**YARN, "scaling": "llama3", "low_freq_factor": 4}, "low_freq_factor"),
         *(
@@ -99,7 +110,10 @@ YARN = {"scaling": "yarn", "factor": 2, "trained_length": 8}
             for kind in ("yarn", "dynamic")
         ),
         *(("p_rope", {"p": p}, rf"p {p} .*0.*1.*4") for p in (0.0, 1.5, -0.5, 0.1)),
-        ("xpos", {"scale_base": 0.5}, r"scale_base 0\.5"),
+        *(
+            ("xpos", {"scale_base": base}, f"scale_base {base}")
+            for base in (0.5, float("nan"), float("inf"))
+        ),
         *(
             ("sandwich", options, "sandwich")
             for options in ({"dimensions": 7}, {"dimensions": 0}, {"base": 1.0})
