@@ -156,10 +156,12 @@ def test_frequencies_are_those_of_transformers(size, base, factor):
                 **options,
             ),
         )
-    # Longer than the longest wavelength: the mixture ends at the last index.
-    long = {"original_max_position_embeddings": 10**6}
-    method = Rotary(size, 10**6, base=4.0, scaling="yarn", factor=factor)
-    assert_frequencies(method, *transformers_frequencies("yarn", size, 4.0, factor=factor, **long))
+    # Longer than the longest wavelength: the mixture ends at the last index. Shorter than the
+    # shortest one, 2 pi: it begins and ends at the first.
+    for trained in (10**6, 6):
+        options = {"factor": factor, "original_max_position_embeddings": trained}
+        method = Rotary(size, trained, base=4.0, scaling="yarn", factor=factor)
+        assert_frequencies(method, *transformers_frequencies("yarn", size, 4.0, **options))
     from_model, explicit = (
         Rotary(
             size, maximum, base=base, scaling="yarn", factor=factor, trained_length=trained
@@ -237,6 +239,8 @@ def test_dynamic_scaling_depends_on_the_length():
         part = states[:, :, first:last]
         rotated, _ = method.rotate(part, part, positions[first:last], positions[first:last])
         assert torch.equal(rotated, plain[:, :, first:last])
+    no_queries, _ = method.rotate(states[:, :, :0], states, positions[:0], positions)
+    assert no_queries.shape == (1, 2, 0, 16)
     with pytest.raises(ValueError, match="trained_length 128"):
         method.rotate(
             states[:, :, :1], states[:, :, :1], torch.tensor([TRAINED]), torch.tensor([TRAINED])
@@ -255,6 +259,7 @@ def test_what_inference_reads_of_scalings():
     assert plain.stretched(2.0).angles.base == pytest.approx(10_000 * 2 ** (16 / 14))
     assert plain.angles.base == 10_000
     assert yarn.stretched(2.0) is None
+    assert Rotary(2).stretched(2.0) is None  # a single frequency, the highest, stays
     positions = torch.arange(1, TRAINED + 1)
     states = torch.zeros(1, 1, TRAINED, 16)
     with pytest.raises(ValueError, match="trained_length"):
@@ -265,7 +270,7 @@ POSITIONS = torch.tensor([0, 1, 2, 511, 65_536])
 
 
 @pytest.mark.parametrize(
-    ("size", "p", "kept"), [(16, 0.75, 6), (16, 0.25, 2), (10, 0.5, 2), (8, 1.0, 4)]
+    ("size", "p", "kept"), [(16, 0.75, 6), (16, 0.25, 2), (10, 0.75, 3), (8, 1.0, 4)]
 )
 def test_only_the_highest_frequencies_rotate(size, p, kept):
     torch.manual_seed(0)
