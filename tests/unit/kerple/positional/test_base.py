@@ -12,10 +12,14 @@ from torch import nn
 from kerple.attention import Attention, jacobians, score_table, tables
 from kerple.positional import (
     Alibi,
+    Bias,
     Chunk,
     KerpleLog,
+    KerpleWeight,
     ModelShape,
     PositionalMethod,
+    Rotary,
+    ScoreModifier,
     TableJacobian,
     build,
     decay_sums,
@@ -64,6 +68,21 @@ def test_constructor_arguments_are_sizes_or_options():
         build("kerple_log", SHAPE, num_heads=3)
     with pytest.raises(ValueError, match=r"NoPositions.*'args'"):
         build("none", SHAPE, args=1)
+
+
+class WithKeywords(Bias):
+    def __init__(self, num_heads, max_positions=None, *, slope=1.0):
+        super().__init__()
+        self.slope = slope
+
+
+def test_keyword_arguments_are_options_and_sizes_are_none():
+    assert WithKeywords.default_options() == {"slope": 1.0}
+    assert WithKeywords.from_shape(SHAPE, slope=2.0).slope == 2.0
+
+
+def test_trained_options_are_those_that_evaluation_cannot_change():
+    assert Rotary.trained_options(base=5.0, factor=2.0, random_range=99) == {"base": 5.0}
 
 
 YARN = {"scaling": "yarn", "factor": 2, "trained_length": 8}
@@ -142,7 +161,7 @@ YARN = {"scaling": "yarn", "factor": 2, "trained_length": 8}
         ("fire", {"threshold": 0}, "threshold 0"),
         *((name, {"mlp_width": 0}, "mlp_width 0") for name in ("fire", "dape_v2_kerple")),
         ("dape_v2_kerple", {"variant": "concat"}, "variant 'concat'"),
-        ("dape_v2_kerple", {"kernel_size": 2}, "kernel_size 2"),
+        *(("dape_v2_kerple", {"kernel_size": size}, f"kernel_size {size}") for size in (2, -1)),
     ],
 )
 def test_invalid_options_are_rejected(name, options, message):
@@ -198,6 +217,40 @@ def test_the_example_in_the_documentation(monkeypatch):
         method.bias(distance), -method.slope[:, None, None] * torch.tensor([[0.0, 3.0]])
     )
     assert non_finite_gradients(method, SHAPE) == []
+
+
+def test_the_effective_length_is_the_first_distance_with_a_bias_below_the_threshold():
+    """ALiBi's slopes are 1/16 and 1/256, so its bias is exactly -2 at 32 and 512."""
+    assert Alibi(2).effective_length().tolist() == [33, 513]
+    assert Alibi(2).effective_length(limit=513, threshold=-1.0).tolist() == [17, 257]
+    assert Alibi(2).effective_length(limit=513).tolist() == [33, 513]
+    assert Alibi(2).effective_length(threshold=-1e6).tolist() == [20_480] * 2  # as in the figure
+
+
+def test_parameters_on_the_meta_device_draw_no_random_numbers():
+    generator = torch.Generator().manual_seed(0)
+    before = generator.get_state()
+    KerpleLog(2).to("meta").reset_parameters(generator)
+    assert torch.equal(generator.get_state(), before)
+
+
+class LookingAhead(ScoreModifier):
+    lookahead = 2
+
+    def modify_scores(self, chunk):
+        self.chunk = chunk
+        return chunk.scores
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_causal_attention_adds_masked_keys_after_the_last_one(causal):
+    method, positions, scores = LookingAhead(), torch.arange(3, 6), torch.randn(1, 2, 3, 3)
+    mask = torch.zeros(3, 3, dtype=torch.bool)
+    chunk = Chunk(scores, None, positions, positions, mask, causal=causal)
+    assert torch.equal(method.final_scores(chunk), scores)
+    added = [6, 7] if causal else []
+    assert method.chunk.key_positions.tolist() == [3, 4, 5, *added]
+    assert method.chunk.mask.tolist() == [[False] * 3 + [True] * len(added)] * 3
 
 
 # Jacobians: a table's derivatives with respect to a few parameters per head.
@@ -264,6 +317,13 @@ def test_a_subclass_that_overrides_the_bias_does_not_inherit_the_jacobian():
 
     assert jacobians(KerpleLog(2), 8, "cpu")[0] is not None
     assert jacobians(Steeper(2), 8, "cpu") == (None, None)
+
+    class Flatter(KerpleWeight):
+        def weight(self, distance):
+            return super().weight(distance).sqrt()
+
+    assert jacobians(KerpleWeight(2), 8, "cpu")[1] is not None
+    assert jacobians(Flatter(2), 8, "cpu") == (None, None)
 
 
 def of_five_tensors(self, scores, query, query_positions, key_positions, mask, table):
