@@ -49,8 +49,9 @@ def test_tables_at_mapped_distances():
     method = build("dape_alibi", SHAPE)
     mapped = position_tables(method, 9, "cpu", **options)
     assert torch.equal(mapped.scores, method.table(nearest))
-    mapped = position_tables(build("fire", SHAPE), 9, "cpu", **options)
-    assert torch.equal(mapped.scores, nearest)
+    for name in ("fire", "dape_fire"):
+        mapped = position_tables(build(name, SHAPE), 9, "cpu", **options)
+        assert torch.equal(mapped.scores, nearest)
 
 
 def test_tables_of_both_directions():

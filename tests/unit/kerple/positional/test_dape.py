@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from kerple.attention import Attention
 from kerple.positional import (
     Chunk,
     Dape,
@@ -67,15 +68,19 @@ def test_released_module(name):
         assert (actual - final)[:, :, last:].abs().max() > 0.1
 
 
-def test_initial_weights_are_those_of_nn_linear():
-    method = DapeAlibi(500, mlp_width=400)
+@pytest.mark.parametrize(
+    ("cls", "heads", "width", "kernel"), [(DapeAlibi, 500, 400, 1), (DapeV2Alibi, 40, 400, 9)]
+)
+def test_initial_weights_are_those_of_nn_linear_and_of_convolutions(cls, heads, width, kernel):
+    options = {"kernel_size": kernel} if cls is DapeV2Alibi else {}
+    method = cls(heads, mlp_width=width, **options)
     method.reset_parameters(torch.Generator().manual_seed(1))
-    cast = DapeAlibi(500, mlp_width=400).bfloat16()
+    cast = cls(heads, mlp_width=width, **options).bfloat16()
     cast.reset_parameters(torch.Generator().manual_seed(1))
-    for layer, inputs in ((method.first, 1000), (method.second, 400)):
+    for layer, inputs in ((method.first, 2 * heads * kernel), (method.second, width * kernel)):
         for parameter in (layer.weight, layer.bias):
             assert parameter.abs().max() <= inputs**-0.5
-            assert parameter.std().item() == pytest.approx((3 * inputs) ** -0.5, rel=0.05)
+            assert parameter.std().item() == pytest.approx((3 * inputs) ** -0.5, rel=0.1)
     for parameter, cast_parameter in zip(method.parameters(), cast.parameters(), strict=True):
         assert torch.equal(parameter.bfloat16(), cast_parameter)
 
@@ -116,6 +121,20 @@ def test_options_are_those_of_the_parts(cls):
         method = cls(HEADS, mlp_width=7, threshold=8.0)
         assert method.static.threshold == 8.0
         assert method.static.first.weight.shape[0] == 7
+    assert method.statistics().keys() == method.static.statistics().keys()
+
+
+def test_options_of_methods_without_a_static_bias():
+    for method in (Dape(HEADS, 7), DapeRotary(HEADS, SIZE, 7), DapeV2(HEADS, 7, 5)):
+        assert method.first.weight.shape[:2] == (7, HEADS)
+        assert method.statistics() == {}
+    method = DapeV2Rotary(HEADS, SIZE, 7, 5)
+    assert method.first.weight.shape == (7, HEADS, 1, 5)
+
+
+def test_scores_of_other_heads_are_rejected():
+    with pytest.raises(ValueError, match=r"3 heads.*\[1, 2, "):
+        Attention(Dape(3))(*torch.randn(3, 1, 2, 5, SIZE))
 
 
 @pytest.mark.usefixtures("small_chunks")
@@ -149,6 +168,18 @@ def test_scores_do_not_change_when_the_text_goes_on(kernel_size):
         )
         decoded = method.final_scores(chunk)
         torch.testing.assert_close(decoded, whole[:, :, row, keys], rtol=0, atol=1e-12)
+
+
+def test_only_masked_keys_before_the_query_have_no_hidden_units():
+    """Also if keys after attention sinks are missing, and if the query's own key is masked."""
+    torch.manual_seed(0)
+    position = torch.arange(9)
+    mask = (position > position[:, None]) | (torch.rand(9, 9) < 0.5)
+    mask[3, 3] = True
+    expected = mask & (position < position[:, None])
+    for keys in (position, position[2:], torch.tensor([0, 1, 4, 5, 6, 7, 8])):
+        hidden = DapeV2(HEADS).hidden_mask(mask[3:, keys], position[3:], keys)
+        assert torch.equal(hidden, expected[3:, keys])
 
 
 def test_masked_scores_do_not_influence_others():

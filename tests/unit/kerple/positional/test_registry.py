@@ -59,6 +59,22 @@ def test_every_method_has_statistics_per_head(name):
 
 
 @pytest.mark.usefixtures("restored_registry")
+@pytest.mark.parametrize("name", primary_names())
+def test_the_generator_determines_all_parameters(name):
+    states = []
+    for _ in range(2):
+        method = build(name, SHAPE)
+        method.reset_parameters(torch.Generator().manual_seed(3))
+        states.append(method.state_dict())
+    torch.testing.assert_close(*states, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", primary_names())
+def test_options_of_evaluation_are_options_of_the_method(name):
+    method = registry_module.method_class(name)
+    assert set(method.evaluation_options) <= set(method.default_options())
+
+
 def test_a_name_cannot_be_registered_twice():
     with pytest.raises(ValueError, match=r"pos-emb 'alibi'.*kerple\.positional\.alibi\.Alibi"):
 
