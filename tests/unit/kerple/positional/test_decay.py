@@ -182,6 +182,19 @@ def test_decay_and_gradients(method_class, log_gate):
     )
 
 
+def test_large_sums_in_float16():
+    """The largest ones are 65,504 * 256 / sqrt(d), which is 5.9 million here."""
+    query, key, value, decay = (state.detach() for state in random_states(2, 1, torch.float16))
+    sums = decay_sums(decay) - 5e6
+    _, appended, _ = append_decay(query, key, value, sums, SIZE**-0.5)
+    torch.testing.assert_close(appended_sums(appended, 2, SIZE**-0.5), sums, rtol=2.0**-31, atol=0)
+
+
+def test_the_decay_is_float32_in_a_model_of_half_precision():
+    for dtype, expected in ((torch.bfloat16, torch.float32), (torch.float64, torch.float64)):
+        assert Forgetting(2, 4).to(dtype).decay(torch.randn(1, 3, 4).to(dtype)).dtype == expected
+
+
 def test_both_are_the_same_functions():
     forgetting, cable = Forgetting(2, 4), Cable(2, 4)
     with torch.no_grad():
@@ -195,3 +208,4 @@ def test_initial_gates():
     method = Forgetting(4, 5000)
     assert abs(method.gate.weight.std().item() - 0.02) < 1e-3
     assert (method.statistics()["gate"] == 0.5).all()
+    assert not method.shared  # each layer has its own

@@ -25,6 +25,7 @@ def test_formulas(distance_map):
     expected = torch.tensor([FORMULAS[distance_map](d) for d in range(40)], dtype=torch.float64)
     torch.testing.assert_close(distance_map(distance), expected, rtol=0, atol=1e-14)
     assert torch.equal(distance_map(distance)[: distance_map.near], distance[: distance_map.near])
+    assert distance_map.near == (0 if isinstance(distance_map, Linear) else 6)
 
 
 @pytest.mark.parametrize(("length", "longer"), [(20, 24), (48, 80), (1000, 1200), (300, 700)])
@@ -56,5 +57,10 @@ def test_invalid_arguments():
         Clip(0)
     with pytest.raises(ValueError, match="leaky: factor must be at least 1"):
         Leaky(4, 0.5)
+    for factor in (math.inf, math.nan):
+        with pytest.raises(ValueError, match=f"leaky: factor .* {factor}"):
+            Leaky(4, factor)
+    with pytest.raises(ValueError, match="linear: divisor"):
+        Linear(8, 0.5)
     with pytest.raises(ValueError, match="at_length"):
         Linear(8)(torch.ones(1))
