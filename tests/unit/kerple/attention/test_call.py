@@ -3,7 +3,15 @@
 import pytest
 import torch
 
-from kerple.attention import FULL, Attention, Documents, Span, attend, position_tables
+from kerple.attention import (
+    FULL,
+    Attention,
+    Documents,
+    PositionTables,
+    Span,
+    attend,
+    position_tables,
+)
 from kerple.attention.backends import sdpa
 from kerple.attention.call import AttentionCall
 from kerple.attention.parts import run_blocks
@@ -39,10 +47,29 @@ INTEGERS = torch.zeros(1, 6, dtype=torch.long)
             {name: torch.randn(1, 3, 6, 4) for name in ("key", "value")},
             r"key \[1, 3, 6, 4\] .*g divides h",
         ),
+        (
+            {name: torch.randn(1, 0, 6, 4) for name in ("key", "value")},
+            r"key \[1, 0, 6, 4\] .*g divides h",
+        ),
+        (
+            {name: torch.randn(2, 2, 6, 4) for name in ("key", "value")},
+            r"query \[1, 2, 6, 4\], key \[2, 2, 6, 4\]",
+        ),
         ({"query": torch.randn(1, 2, 7, 4)}, "7 queries for 6 keys"),
+        ({"query": torch.randn(1, 2, 0, 4)}, "0 queries for 6 keys"),
+        (
+            {"causal": False} | {name: torch.randn(1, 2, 0, 4) for name in ("key", "value")},
+            "6 queries for 0 keys",
+        ),
         ({"query": torch.randn(1, 2, 7, 4), "causal": False, "window": 3}, "7 queries for 6 keys"),
         ({"query": torch.randn(1, 2, 6, 4).bfloat16()}, "dtype: torch.bfloat16, torch.float32"),
+        ({"value": torch.randn(1, 2, 6, 4).double()}, "dtype: .*float32, torch.float64"),
+        (
+            {name: torch.ones(1, 2, 6, 4).long() for name in ("query", "key", "value")},
+            "int64.* floating-point",
+        ),
         ({"dropout_p": 1.0}, r"dropout_p .* 1\.0"),
+        ({"dropout_p": -0.5}, r"dropout_p .* -0\.5"),
         ({"scale": 0.0}, r"scale .* 0\.0"),
         ({"scale": -0.25}, r"scale .* -0\.25"),
         ({"scale": float("inf")}, "scale .* inf"),
@@ -56,6 +83,7 @@ INTEGERS = torch.zeros(1, 6, dtype=torch.long)
         ),
         ({"bias_table": torch.zeros(2, 5)}, r"bias_table \[2, 5\] must be \[2, at least 6\]"),
         ({"bias_table": torch.zeros(2, 6, 6)}, r"bias_table \[2, 6, 6\] must be \[2, at least 6\]"),
+        ({"bias_table": torch.zeros(2, 2, 6)}, r"bias_table \[2, 2, 6\] must be"),
         ({"bias_table": torch.zeros(2, 6, 6), "causal": False}, r"bias_table \[2, 6, 6\] .* pair"),
         ({"bias_table": torch.zeros(3, 2, 6), "causal": False}, r"bias_table \[3, 2, 6\]"),
         ({"weight_table": torch.zeros(3, 6)}, r"weight_table \[3, 6\]"),
@@ -66,6 +94,7 @@ INTEGERS = torch.zeros(1, 6, dtype=torch.long)
         ({"key_mask": torch.ones(1, 6)}, "key_mask torch.float32"),
         ({"bias_jacobian": jacobian(2, 1, 5)}, r"bias_jacobian .* \[2, 1, 5\]"),
         ({"weight_jacobian": jacobian(1, 1, 6)}, "weight_jacobian"),
+        ({"bias_jacobian": TableJacobian(torch.ones(3, 1), torch.ones(3, 1, 6))}, "bias_jacobian"),
     ],
 )
 def test_invalid_arguments_are_named(change, message):
@@ -296,6 +325,51 @@ def test_keys_of_some_queries(span, expected):
     query, key, value = torch.randn(3, 1, 2, 9, 4)
     call = AttentionCall(query=query, key=key, value=value, scale=1.0, span=span)
     assert call.keys(slice(3, 5)) == expected
+
+
+STATES = {name: torch.randn(1, 2, 6, 4) for name in ("query", "key", "value")}
+TABLE, SUMS = torch.zeros(2, 6), torch.zeros(1, 2, 6)
+
+
+def tables(bias=TABLE, weight=None, dense=None):
+    jacobian = None if dense is None else TableJacobian(torch.ones(2, 1), TABLE[:, None], dense)
+    return {"tables": PositionTables(bias=bias, weight=weight, bias_jacobian=jacobian)}
+
+
+@pytest.mark.parametrize(
+    ("before", "change"),
+    [
+        *(({}, {name: state[..., :3]}) for name, state in STATES.items()),
+        *(({}, {name: state[:, :, :5]}) for name, state in STATES.items()),
+        *(({}, {name: state.clone().requires_grad_()}) for name, state in STATES.items()),
+        ({}, {name: state.double() for name, state in STATES.items()}),
+        *(({}, {"span": span}) for span in (Span(4), Span(block=4), Span(causal=False))),
+        (tables(weight=TABLE), tables(weight=TABLE.clone().requires_grad_())),
+        *(
+            (tables(), tables(**other))
+            for other in (
+                {"bias": None},
+                {"bias": TABLE.clone().requires_grad_()},
+                {"weight": TABLE},
+                {"dense": 0},
+            )
+        ),
+        (tables(dense=0), tables(dense=3)),
+        ({"decay_sums": SUMS}, {"decay_sums": SUMS.clone().requires_grad_()}),
+        ({}, {"decay_sums": SUMS}),
+        ({}, {"method": build("rotary", SHAPE)}),
+        ({}, {"key_mask": torch.ones(1, 6, dtype=torch.bool)}),
+        ({}, {"dropout_p": 0.1}),
+        ({}, {"products": lambda query, key, *rest: query @ key.transpose(-1, -2)}),
+    ],
+)
+def test_calls_of_different_kinds(before, change):
+    """Their backends are chosen one by one. The kind does not depend on values."""
+    arguments = {**STATES, "scale": 1.0, **before}
+    kind = AttentionCall(**arguments).kind
+    same = {name: torch.randn(1, 2, 6, 4) for name in STATES}
+    assert AttentionCall(**{**arguments, **same}).kind == kind
+    assert AttentionCall(**{**arguments, **change}).kind != kind
 
 
 @pytest.mark.parametrize("s", [1, 3, 7])
