@@ -115,6 +115,30 @@ def test_auto_uses_the_fused_kernels_where_they_are_faster(fused_available):
         assert not runs_fused(method, "auto", torch.zeros(0).bfloat16(), shape)
     assert runs_fused(plain, "auto", on_gpu, (4, 8, 2, 64))
     assert not runs_fused(plain, "auto", on_gpu, (4, 8, 2, 64), plain=True)
+    # Plain calls too, if the method changes the scores.
+    for name in ("kerple_log", "kerple_power__ap", "forgetting"):
+        assert runs_fused(build(name, SHAPE), "auto", on_gpu, (4, 8, 2, 64), plain=True)
+
+
+@pytest.mark.parametrize(
+    ("ids", "s", "span", "expected"),
+    [
+        ([0, 0, 0, 1, 1, 1], 6, Span(), "fused"),
+        ([0, 0, 0, 1, 1, 1], 6, Span(window=2), "fused"),
+        ([0, 0, 0, 1, 1, 1], 6, Span(block=2), "sdpa"),
+        ([0, 0, 0, 1, 1, 1], 3, Span(), "sdpa"),
+        ([0, 1, 1, 1, 0, 0], 6, Span(), "sdpa"),
+    ],
+)
+def test_auto_packs_documents_that_are_ranges(fused_available, ids, s, span, expected):
+    """For the fused kernels, with a query for each key."""
+    query, key, value = torch.randn(3, 1, 2, 6, 64)
+    documents = Documents(torch.tensor([ids]))
+    call = AttentionCall(
+        query=query[:, :, 6 - s :], key=key, value=value, scale=1.0, span=span, documents=documents
+    )
+    requirements = replace(Requirements.of_call(call), device=torch.device("cuda"))
+    assert dispatch.choose(call, requirements, "auto") == expected
 
 
 def test_a_choice_is_made_once_for_each_kind_of_call(calls, monkeypatch):
@@ -268,6 +292,9 @@ def test_unknown_backends_are_rejected():
     assert backend_names() == ("auto", "reference", "sdpa", "chunked", "flex", "fused")
     with pytest.raises(ValueError, match="attention-backend 'flash'"):
         Attention(backend="flash")
+    for ids in (None, torch.tensor([[0, 0, 0, 1, 1, 1]])):
+        with pytest.raises(ValueError, match="attention-backend 'flash'"):
+            attend(*random_states(), document_ids=ids, backend="flash")
 
 
 def test_backends_that_do_not_support_a_method_are_rejected():
@@ -329,6 +356,12 @@ def attended_by(method, **arguments):
         (
             attended_by(build("dape_kerple", SHAPE), tables=PositionTables(), window=4),
             r"position_tables\(method, 4, device\)",
+        ),
+        (
+            attended_by(
+                build("dape_kerple", SHAPE), tables=PositionTables(scores=torch.zeros(2, 5))
+            ),
+            r"\[2, 5\] .* 6",
         ),
         (attended_by(DecayingXPos(4)), "decay_sums"),
         (attended_by(build("rotary", SHAPE), decay_sums=SUMS), "Rotary has no decay"),
