@@ -33,7 +33,7 @@ def run(call: AttentionCall, compute: Run, *, masks_documents: bool | None = Non
     # Documents with a mask stay one call; the others get calls of their own.
     scales = "scale_qk" in call.hooks
     if call.documents is not None and (scales or not _masks_documents(call, masks_documents)):
-        if call.q_len < call.kv_len or not call.documents.fill_rows:
+        if not call.documents.fill_rows:
             return run_documents(call, call.documents, partial(run, compute=compute))
         call = replace(call, documents=None)
     # xPos: segments whose scales stay finite.
@@ -71,7 +71,7 @@ def run_blocks(call: AttentionCall, block: int, run: Run) -> Tensor:
     end = call.kv_len
     batch, heads, _, _ = call.query.shape
     batch_heads = max(1, batch * heads)
-    most = max(1, MAX_BATCH_HEADS // batch_heads)
+    most = MAX_BATCH_HEADS // batch_heads
     contexts = []
     first = offset
     while first < end:
@@ -153,7 +153,7 @@ def run_documents(call: AttentionCall, documents: Documents, run: Run) -> Tensor
             call.decay_sums,
         ):
             if tensor is not None:
-                zeros = zeros + tensor[..., :0].sum().to(call.query.dtype)
+                zeros = zeros + tensor[..., :0].sum()
         return zeros
 
     # One copy of all states in the order of the groups, of which each call gets a part.

@@ -153,6 +153,7 @@ def backends(method, s):
         *((name, FULL, LENGTH) for name in primary_names() if name not in VARIANTS),
         *((name, span, 3) for name in SPANNED for span in (FULL, Span(window=3))),
         *((name, Span(block=2), LENGTH) for name in SPANNED),
+        ("kerple_power_ap_ap", Span(block=2), 4),
     ],
 )
 def test_a_document_is_attended_to_as_if_it_were_alone(name, s, span):
@@ -224,19 +225,38 @@ def test_it_follows_the_definition(method, s):
     torch.testing.assert_close(actual * is_text, expected * is_text, rtol=1e-7, atol=1e-9)
 
 
+@pytest.mark.parametrize("backend", ["reference", "chunked", "sdpa", "flex"])
+def test_a_window_counts_only_the_tokens_of_the_document(backend):
+    """Its keys may be far away in the row."""
+    ids = torch.tensor([[0, 0, 1, 1, 1, 1, 0, 0]])
+    query, key, value = (states.detach() for states in float64_states(2, 4, 8, batch=1))
+    alone = (states[:, :, ids[0] == 0] for states in (query, key, value))
+    expected = attend(*alone, window=3, backend="reference")[:, :, 2:]
+    actual = attend(query[:, :, 6:], key, value, window=3, document_ids=ids, backend=backend)
+    torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("s", [9, 3])
 @pytest.mark.parametrize("method", ["kerple_log", "xpos", "dape_kerple"])
-def test_one_document_per_row_changes_nothing(method, monkeypatch):
-    """The states are not copied, so it costs nothing."""
+def test_one_document_per_row_changes_nothing(method, s, monkeypatch):
+    """The states are not copied, so it costs nothing; also with a KV cache."""
     monkeypatch.setattr(parts, "run_documents", None)
-    attention, states = Attention(build(method, SHAPE).double()), float64_states(4, 6, 9, batch=2)
+    attention = Attention(build(method, SHAPE).double())
+    query, key, value = float64_states(4, 6, 9, batch=2)
+    states = query[:, :, 9 - s :], key, value
     documents = Documents(torch.tensor([[4] * 9, [0] * 9]))
-    assert torch.equal(attention(*states, documents=documents), attention(*states))
+    torch.testing.assert_close(attention(*states, documents=documents), attention(*states))
+    if s == 9:
+        assert torch.equal(attention(*states, documents=documents), attention(*states))
 
 
-@pytest.mark.parametrize("method", ["none", "kerple_power_ap_ap", "xpos"])
+@pytest.mark.parametrize("method", ["none", "kerple_power_ap_ap", "xpos", "forgetting"])
 def test_padding_alone_has_gradients(method):
     attention, states = Attention(build(method, SHAPE)), float64_states(4, 6, 9)
-    context = attention(*states, documents=Documents(torch.full((2, 9), -1)))
+    options = {"documents": Documents(torch.full((2, 9), -1))}
+    if method == "forgetting":
+        options["decay_sums"] = decay_sums(attention.positional.decay(torch.randn(2, 9, 24)))
+    context = attention(*states, **options)
     assert torch.equal(context, torch.zeros_like(states[0]))
     grads = torch.autograd.grad(context.sum(), [*states, *attention.positional.parameters()])
     assert not any(grad.any() for grad in grads)
