@@ -275,6 +275,18 @@ def test_nothing_is_checked_without_values_or_while_compiling(kernels, monkeypat
     assert calls == [8, 8]
 
 
+def test_a_choice_without_a_check_is_not_remembered(kernels, monkeypatch):
+    """Such as one while a CUDA graph is captured: the next call of the kind checks."""
+    calls = kernels(BROKEN["result"][0])
+    method, states = build("kerple_log", SHAPE), torch.randn(3, 1, 2, 10, 16).unbind()
+    attention = Attention(method)
+    with monkeypatch.context() as patch:
+        patch.setattr(self_check, "can_check", lambda query: False)
+        attention(*states)
+    assert calls == [10]
+    assert torch.equal(attention(*states), Attention(method, "chunked")(*states))
+
+
 def test_other_backends_and_devices_are_not_checked(kernels, monkeypatch):
     kernels(chunked_attention)
     assert check(backend="chunked") == []
