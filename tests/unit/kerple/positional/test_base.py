@@ -61,6 +61,7 @@ def test_default_hooks_change_nothing():
 
 def test_constructor_arguments_are_sizes_or_options():
     assert build("rotary", SHAPE, fraction=0.5).rotated == 4
+    assert type(build("rotary", SHAPE, random_range=None)) is Rotary
     with pytest.raises(ValueError, match="'theta'"):
         build("rotary", SHAPE, theta=1.0)
     # The model sets the sizes.
@@ -330,7 +331,8 @@ def of_five_tensors(self, scores, query, query_positions, key_positions, mask, t
     return scores
 
 
-OLD_NAMES = ("embeds", "rotates", "has_weight", "modifies_scores", "scales_qk", "has_decay")
+OLD_NAMES = ("embeds", "rotates", "modifies_scores", "scales_qk")
+OLD_NAMES += ("has_bias", "has_weight", "has_decay", "has_positions")
 
 
 @pytest.mark.parametrize(

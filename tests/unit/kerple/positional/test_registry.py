@@ -60,13 +60,12 @@ def test_every_method_has_statistics_per_head(name):
 
 @pytest.mark.usefixtures("restored_registry")
 @pytest.mark.parametrize("name", primary_names())
-def test_the_generator_determines_all_parameters(name):
-    states = []
-    for _ in range(2):
-        method = build(name, SHAPE)
+def test_the_generator_determines_all_parameters_in_any_dtype(name):
+    exact, rounded = build(name, SHAPE), build(name, SHAPE).bfloat16()
+    for method in (exact, rounded):
         method.reset_parameters(torch.Generator().manual_seed(3))
-        states.append(method.state_dict())
-    torch.testing.assert_close(*states, rtol=0, atol=0)
+    for parameter, other in zip(exact.parameters(), rounded.parameters(), strict=True):
+        assert torch.equal(parameter.bfloat16(), other)
 
 
 @pytest.mark.parametrize("name", primary_names())
