@@ -411,7 +411,7 @@ def _attach(model: PreTrainedModel, state: _State) -> None:
     for part in parts:
         # A part that is saved alone has the method too.
         if part is not model:
-            hook_of_part = part.register_state_dict_post_hook(partial(_add_state, methods))
+            hook_of_part = part.register_state_dict_post_hook(partial(_add_state, model))
             state.handles.append(hook_of_part)
         for hook in (check, note):
             state.handles.append(part.register_forward_pre_hook(hook, with_kwargs=True))
@@ -422,12 +422,13 @@ def _attach(model: PreTrainedModel, state: _State) -> None:
         share_tables(part.config, model)
 
 
-def _add_state(
-    methods: Methods, part: nn.Module, state: dict[str, Any], prefix: str, _: Any
-) -> None:
-    """A hook: add the methods to the state dict of a part, if that is not within another one."""
+def _add_state(owner: Any, part: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+    """A hook: add the methods to the state dict of a part, if that is not within another one.
+
+    owner: the model with the methods, which peft may have replaced by a trained copy.
+    """
     if not prefix:
-        for name, tensor in methods.state_dict().items():
+        for name, tensor in getattr(owner, MODULE).itself.state_dict().items():
             state[f"{MODULE}.{name}"] = tensor
 
 

@@ -101,6 +101,12 @@ def attention_forward(
     attention = PLAIN
     if module.__dict__["_kerple_attention"] is not None:
         owner, number = module.__dict__["_kerple_attention"]
+        # A copy of a layer refers to a copy of the model, whose method is not trained or saved.
+        if CALLS.last.owner is not None and CALLS.last.owner is not owner:
+            raise ValueError(
+                f"{type(module).__name__} was copied after use_positional, so it has the method of "
+                "another model; copy layers first, and call use_positional then"
+            )
         attention = methods_of(owner)[number]
     if position_bias is not None and getattr(module, "_kerple_removed", False):
         position_bias = None

@@ -12,6 +12,7 @@ from transformers import AutoModel, AutoModelForCausalLM
 
 from kerple.positional import KerpleLog, load_plugin, registry
 from kerple.transformers import load_positional, save_positional, use_positional
+from kerple.transformers.mask import CALLS
 from tests.support.model_families import (
     FAMILIES,
     each_of,
@@ -159,6 +160,38 @@ def test_layers_of_peft_in_a_method(tmp_path):
         save_positional(adapted, tmp_path)
     save_positional(adapted.merge_and_unload(), tmp_path)
     load_positional(family_model("llama"), tmp_path)
+
+
+def test_a_part_that_is_saved_after_peft_has_trained_a_copy(tmp_path):
+    model = family_model("llama")
+    use_positional(model, "kerple_log")
+    config = peft.LoraConfig(target_modules=["q_proj"], modules_to_save=["kerple_positional"])
+    adapted = peft.get_peft_model(model, config)
+    with torch.no_grad():
+        for parameter in model.kerple_positional.itself.parameters():
+            parameter.mul_(3)
+    for each in (model, adapted.merge_and_unload()):
+        expected = list(each.kerple_positional.itself.parameters())
+        state = each.model.state_dict()
+        found = [state[name] for name in sorted(state) if "kerple_positional.methods" in name]
+        assert len(found) == len(expected) == 2
+        assert all(any(torch.equal(one, other) for other in expected) for one in found)
+
+
+def test_layers_that_are_copied_after_the_method_was_added():
+    """Their method would be that of a copy of the model."""
+    config = peft.LoraConfig(target_modules=["q_proj"], layer_replication=[[0, 2], [1, 2]])
+    replicated, extended = family_model("llama"), family_model("llama")
+    for each in (replicated, extended):
+        use_positional(each, "kerple_log")
+    replicated = peft.get_peft_model(replicated, config)
+    extended.model.layers.append(copy.deepcopy(extended.model.layers[1]))
+    extended.config.num_hidden_layers = 3
+    for each in (replicated, extended):
+        with pytest.raises(ValueError, match="copied"):
+            each(**family_inputs(each))
+        # The failed call is over.
+        assert CALLS.last.owner is None
 
 
 def test_an_alias_of_a_method():
