@@ -209,8 +209,8 @@ def check_inputs(
     configs: list[Any], model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
     """A forward pre-hook of a model and of each part that can be called alone. Raises ValueError if
-    its attention was changed, so that it has no method, and for a mask of padding with other
-    numbers than 0 and 1.
+    its attention was changed, so that it has no method, for a mask of padding with other numbers
+    than 0 and 1, and for position_ids that do not fit a mask of four dimensions.
 
     configs: of the model and its parts.
     """
@@ -230,6 +230,35 @@ def check_inputs(
                 f"{name} must be 1 for tokens and 0 for padding; to separate the texts of a row, "
                 "pass position_ids that start again, without attention_mask"
             )
+    mask, positions = inputs.get("attention_mask"), inputs.get("position_ids")
+    if isinstance(mask, Mask) or not isinstance(mask, Tensor) or mask.dim() != 4:
+        return
+    if positions is not None and positions.dim() == 2 and mask.shape[2] == positions.shape[1]:
+        _check_places(mask, positions)
+
+
+def _check_places(mask: Tensor, positions: Tensor) -> None:
+    """Raises ValueError if the distances by position_ids `[b, s]` are not those of the places, with
+    a mask `[b, h, s, t]`: as of branches of a text, which the mask separates.
+    """
+    s = positions.shape[1]
+    sees = mask
+    if mask.dtype != torch.bool:
+        sees = mask == 0
+    sees = sees.any(dim=1)  # [b, s, t]
+    # Padding at the end sees tokens, but not itself.
+    is_text = sees[:, :, -s:].diagonal(dim1=1, dim2=2)  # [b, s]
+    shift = positions - torch.arange(s, device=positions.device)  # [b, s]
+    differs = (shift[:, :, None] != shift[:, None, :]) & is_text[:, :, None]
+    # A query and a key have one shift, and so have all queries that see earlier keys in a cache.
+    earlier = sees[:, :, :-s].any(dim=2) & is_text
+    related = sees[:, :, -s:] | (earlier[:, :, None] & earlier[:, None, :])
+    if bool((related & differs).any()):
+        raise ValueError(
+            "position_ids and attention_mask of four dimensions have several tokens for one place "
+            "of a text, or places without a token, but the distances of the method are those "
+            "between tokens in the row; give each text a row of its own"
+        )
 
 
 def forget_inputs(model: Any, *_: Any) -> None:

@@ -89,6 +89,34 @@ def test_masks_of_ones_own():
         model(tokens, attention_mask=sees)
 
 
+@torch.no_grad()
+def test_branches_of_a_text_in_a_mask():
+    """Their distances are not those of the places. Texts and padding in a mask are no branches."""
+    model = family_model("llama")
+    use_positional(model, "kerple_log")
+    tokens = family_inputs(model)["input_ids"][:, :6]
+    sees = torch.ones(3, 1, 6, 6, dtype=torch.bool).tril()
+    branches = sees.clone()
+    branches[..., 4:, 2:4] = False  # places 2, 3 and 4, 5 follow place 1
+    positions = torch.tensor([[0, 1, 2, 3, 2, 3]])
+    added = torch.zeros(branches.shape).masked_fill(~branches, -1e9)
+    for mask in (branches, added):
+        with pytest.raises(ValueError, match="position_ids"):
+            model(tokens, attention_mask=mask, position_ids=positions)
+        cache = model(tokens[:, :2], use_cache=True).past_key_values
+        later = {"attention_mask": mask[:, :, [2, 4]][..., [0, 1, 2, 4]]}
+        later["position_ids"] = torch.tensor([[2, 2]])
+        with pytest.raises(ValueError, match="position_ids"):
+            model(tokens[:, [2, 4]], past_key_values=cache, **later)
+
+    # Two texts, and padding on both sides.
+    texts, padded = sees.clone(), sees.clone()
+    texts[..., 3:, :3] = False
+    padded[..., :1] = padded[..., 5:] = False
+    for mask, places in ((texts, [0, 1, 2, 0, 1, 2]), (padded, [1, 0, 1, 2, 3, 1])):
+        model(tokens, attention_mask=mask, position_ids=torch.tensor([places]))
+
+
 def test_a_model_that_is_called_within_another():
     """Before the other one makes its mask: what the other one's inputs ask for is not forgotten."""
     model, inner = family_model("llama"), family_model("gpt2")
