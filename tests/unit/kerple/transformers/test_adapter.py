@@ -194,6 +194,28 @@ def test_layers_that_are_copied_after_the_method_was_added():
         assert CALLS.last.owner is None
 
 
+def test_what_was_there_before_comes_back():
+    """The implementations of the parts, but not a description of a method that is not loaded."""
+    model = family_model("t5")
+    model.encoder.set_attn_implementation("eager")
+    model.config.kerple_positional = {"method": "alibi"}
+    before = [part.config._attn_implementation for part in (model.encoder, model.decoder)]
+    assert len(set(before)) == 2
+    for method in ("alibi", None):
+        use_positional(model, method)
+    parts = (model.encoder, model.decoder)
+    assert [part.config._attn_implementation for part in parts] == before
+    model.config.kerple_positional = {"method": "alibi"}
+    use_positional(model, None)
+    assert not hasattr(model.config, "kerple_positional")
+
+
+def test_layers_that_are_named_twice():
+    model = family_model("llama")
+    use_positional(model, "alibi", layers=[1, 0, 1])
+    assert model.config.kerple_positional["layers"] == [0, 1]
+
+
 def test_an_alias_of_a_method():
     model = family_model("llama")
     use_positional(model, "dape_alibi")

@@ -158,6 +158,35 @@ def test_attention_probabilities(name):
         assert torch.equal(model(**inputs)[0], expected)
 
 
+@pytest.mark.parametrize(
+    ("name", "method", "options"),
+    [
+        ("llama", "kerple_power_ap_ap", {}),
+        ("bert", "rpe", {"bidirectional": True}),
+    ],
+)
+@torch.no_grad()
+def test_weights_and_directions_in_the_matrix_of_scores(name, method, options):
+    """They are those of the backends."""
+    model = family_model(name)
+    use_positional(model, method, **options)
+    for parameter in model.kerple_positional.parameters():
+        parameter.mul_(3)
+    inputs = family_inputs(model)
+    expected = model(**inputs)[0]
+    found = model(**inputs, output_attentions=True)[0]
+    assert (found - expected).abs().max() / expected.std() < 1e-4
+
+
+@torch.no_grad()
+def test_a_query_that_sees_no_key_in_a_mask_of_infinities():
+    model = family_model("llama")
+    use_positional(model, "kerple_log")
+    mask = torch.zeros(3, 1, 12, 12).masked_fill(torch.ones(12, 12).triu(1).bool(), -torch.inf)
+    mask[0, :, 0] = -torch.inf
+    assert model(family_inputs(model)["input_ids"], attention_mask=mask)[0].isfinite().all()
+
+
 @pytest.mark.parametrize("options", [{}, {"output_attentions": True}])
 @torch.no_grad()
 def test_dropout_of_probabilities(options):
