@@ -95,8 +95,8 @@ def find_files(inputs: Sequence[str | Path], suffixes: Sequence[str] = ()) -> li
     Args:
         suffixes: file extensions such as ".c"; case-sensitive.
 
-    Raises UserError if a path does not exist, a file has an unsupported type, or a folder contains
-    no readable file.
+    Raises UserError if a path does not exist, a file has an unsupported type or is given twice, or
+    a folder contains no readable file.
     """
     for suffix in suffixes:
         if not suffix.startswith(".") or len(suffix) < 2 or "." in suffix[1:] or "/" in suffix:
@@ -115,6 +115,17 @@ def find_files(inputs: Sequence[str | Path], suffixes: Sequence[str] = ()) -> li
             raise UserError(
                 f"cannot read input {name}: {getattr(error, 'strerror', None) or error}"
             ) from error
+
+    # Of two copies, one could be in the training data and the other in the validation data.
+    present = set[str]()
+    for file in files:
+        path = os.path.abspath(file.name)
+        if path in present:
+            raise UserError(
+                f"input {file.name} is given twice, or with a folder that contains it; remove one "
+                "of them"
+            )
+        present.add(path)
     _note(f"input: {_count(len(files))}, {readable_size(sum(file.size for file in files))}")
     return files
 

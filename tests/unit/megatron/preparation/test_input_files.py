@@ -50,8 +50,10 @@ def test_files_of_a_folder(tmp_path, capsys):
     for name in (*read, *written, *other):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()
-    files = find_files([tmp_path / "a.txt", tmp_path])
-    assert [file.name.removeprefix(f"{tmp_path}/") for file in files] == ["a.txt", *read]
+    (tmp_path.parent / "first.txt").touch()
+    files = find_files([tmp_path.parent / "first.txt", tmp_path])
+    names = [str(tmp_path.parent / "first.txt"), *(f"{tmp_path}/{name}" for name in read)]
+    assert [file.name for file in files] == names
     shown = capsys.readouterr().err
     assert f"{tmp_path}: skipped 13 files: hidden, named README or of other types (" in shown
     assert "2 .png" in shown
@@ -105,6 +107,14 @@ def tree(tmp_path):
         )
     (tree / "link.c").symlink_to("a.c")
     return tree
+
+
+def test_a_file_that_is_given_twice(tmp_path, monkeypatch):
+    """Its second copy could be in the validation data."""
+    (tmp_path / "a.txt").write_text("text")
+    monkeypatch.chdir(tmp_path)
+    for inputs in (["a.txt", "./a.txt"], ["a.txt", tmp_path]):
+        assert_rejected(r"a\.txt is given twice", find_files, inputs)
 
 
 def test_source_tree(tree):
