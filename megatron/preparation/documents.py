@@ -54,23 +54,34 @@ class SkippedDocuments:
         bad: number of unreadable documents.
         examples: messages about the first few of them, each starting with its file and line.
         other_subsets: number of documents of each other subset.
+        without_subset: number of JSON objects that were not skipped, although a subset was to be
+            selected, because they do not name theirs.
     """
 
     bad: int = 0
     examples: list[str] = field(default_factory=list)
     other_subsets: dict[str, int] = field(default_factory=dict)
+    without_subset: int = 0
 
     def add(self, other: "SkippedDocuments") -> None:
         self.bad += other.bad
         self.examples = (self.examples + other.examples)[:_MAX_EXAMPLES]
         for name, count in other.other_subsets.items():
             self.other_subsets[name] = self.other_subsets.get(name, 0) + count
+        self.without_subset += other.without_subset
 
     def lines(self) -> list[str]:
-        """Lines about the unreadable documents, for the user."""
+        """Lines about the unreadable documents, and those without a subset, for the user."""
         lines = [f"skipped: {visible(problem)}" for problem in self.examples]
         more = self.bad - len(self.examples)
-        return [*lines, f"skipped: {more:,} more"] if more else lines
+        if more:
+            lines.append(f"skipped: {more:,} more")
+        if self.without_subset:
+            lines.append(
+                f"warning: {self.without_subset:,} documents have no meta.pile_set_name, so they "
+                "were kept, whatever their subset"
+            )
+        return lines
 
 
 class BadDocument(Exception):
@@ -204,6 +215,8 @@ def _texts(value: object, options: DocumentOptions, skipped: SkippedDocuments) -
         if not isinstance(text, str):
             raise BadDocument(f"{key!r} is not a string but {type(text).__name__}")
         texts.append(_checked_text(text, options))
+    if name is None and options.subset is not None:
+        skipped.add(SkippedDocuments(without_subset=1))
     return texts
 
 

@@ -43,6 +43,22 @@ def test_subset_of_the_pile():
     assert skipped.other_subsets == {"ArXiv": 1, "FreeLaw": 1}
 
 
+def test_documents_that_do_not_name_their_subset_are_reported():
+    """Copies of the Pile exist whose `meta` is a string."""
+    lines = [{"text": "a", "meta": '{"pile_set_name": "ArXiv"}'}, {"text": "b"}]
+    total = SkippedDocuments()
+    for _ in range(2):
+        skipped = SkippedDocuments()
+        assert parse(lines, skipped=skipped, subset="Github") == [["a"], ["b"]]
+        total.add(skipped)
+    (line,) = total.lines()
+    assert " 4 " in line
+    unselected = SkippedDocuments()
+    parse(lines, skipped=unselected)
+    parse(b"int main;", skipped=unselected, subset="Github", kind="text")
+    assert unselected.lines() == []
+
+
 BAD_LINES = [
     (b'{"text": "a"', r"line 42: not JSON: .*column"),
     (b"not json", r"line 42: not JSON"),
