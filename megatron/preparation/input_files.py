@@ -117,13 +117,13 @@ def find_files(inputs: Sequence[str | Path], suffixes: Sequence[str] = ()) -> li
             ) from error
 
     # Of two copies, one could be in the training data and the other in the validation data.
-    present = set[str]()
+    present: set[str] = set()
     for file in files:
         path = os.path.abspath(file.name)
         if path in present:
             raise UserError(
                 f"input {file.name} is given twice, or with a folder that contains it; remove one "
-                "of them"
+                "of them. To read a dataset more often than others, set train-data-weights"
             )
         present.add(path)
     _note(f"input: {_count(len(files))}, {readable_size(sum(file.size for file in files))}")

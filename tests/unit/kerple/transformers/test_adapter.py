@@ -295,6 +295,18 @@ def test_parts_with_methods_of_their_own(tmp_path):
     assert load_positional(decoder, tmp_path) is decoder
 
 
+def test_a_part_that_does_not_fit(tmp_path):
+    """The parts before it have no method either."""
+    model = family_model("t5")
+    for part in (model.get_encoder(), model.get_decoder()):
+        use_positional(part, "alibi")
+    model.save_pretrained(tmp_path)
+    other = family_model("t5", num_hidden_layers=1, num_decoder_layers=2)
+    with pytest.warns(UserWarning), pytest.raises(ValueError, match="num_layers"):
+        load_positional(other, tmp_path)
+    assert not [name for name, _ in other.named_modules() if "kerple_positional" in name]
+
+
 def test_weights_that_do_not_fit(tmp_path):
     model = family_model("llama")
     use_positional(model, "kerple_log")
