@@ -52,6 +52,7 @@ from megatron.convert.tokenizer_files import (
 )
 from megatron.convert.weights import (
     SAFETENSORS,
+    check_finite,
     check_tensors,
     common_dtype,
     fill,
@@ -174,6 +175,7 @@ def to_hugging_face(
 
         # Weights.
         tensors = hugging_face_tensors(model, dtype, stock or "kerple")
+        check_finite(tensors, output)
         save_file(tensors, folder / SAFETENSORS, metadata={"format": "pt"})
         # safetensors writes files that only their owner can read, whatever the umask.
         shutil.copymode(folder / "config.json", folder / SAFETENSORS)

@@ -24,7 +24,7 @@ from megatron.checkpoint.layers import tensors_of
 from megatron.checkpoint.manifest import write_manifest_of_folder
 from megatron.checkpoint.storage import CheckpointError, write_json
 from megatron.config import Config
-from megatron.convert.weights import cast, layers_with_weights
+from megatron.convert.weights import cast, check_finite, layers_with_weights
 from megatron.model.gpt import GPT
 from megatron.utils.files import check_writable, sync_folder
 from megatron.utils.processes import Lock
@@ -105,6 +105,7 @@ def write_checkpoint(
     (step / CONFIG_FILE).parent.mkdir(parents=True)
     for index, layer in layers_with_weights(model).items():
         state = {name: cast(tensor, dtype) for name, tensor in tensors_of(layer).items()}
+        check_finite(state, f"layer {index}")
         torch.save(state, layer_file(step, index, 0))
     code = code_digests(model.settings.config)
     torch.save({"code": code, **training, "iteration": iteration}, step / STATE_FILE)

@@ -6,7 +6,7 @@ The values are identical: both keep the rows of query_key_value grouped by head,
 
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import torch
@@ -82,6 +82,19 @@ def layers_with_weights(model: GPT) -> dict[int, nn.Module]:
 def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """A contiguous copy on the CPU, in `dtype`."""
     return tensor.detach().to(dtype=dtype, device="cpu", copy=True).contiguous()
+
+
+def check_finite(tensors: Mapping[str, Tensor], place: object) -> None:
+    """Raises CheckpointError, starting with `place`, if a tensor that is about to be written has
+    values that are not finite: those of the model, or those that its dtype cannot represent.
+    """
+    for name, tensor in tensors.items():
+        if not torch.isfinite(tensor).all():
+            raise CheckpointError(
+                f"{place}: nothing was written, because {name} has values that are NaN or infinite "
+                f"in {tensor.dtype}; choose a dtype with a larger range (--dtype bf16 or fp32), or, "
+                "if the model itself has them, another checkpoint (--iteration N)"
+            )
 
 
 def common_dtype(tensors: Iterable[Tensor]) -> torch.dtype:

@@ -3,6 +3,7 @@ and padding.
 """
 
 import json
+import math
 import os
 import shutil
 import stat
@@ -25,7 +26,7 @@ from kerple.positional.distance_maps import Clip
 from megatron.checkpoint.layers import open_layers
 from megatron.checkpoint.storage import CheckpointError
 from megatron.config import UserError
-from megatron.convert import from_hugging_face, to_hugging_face
+from megatron.convert import from_hugging_face, hugging_face, to_hugging_face
 from megatron.convert.output import with_float32_angles
 from megatron.convert.weights import saved_dtype
 from megatron.inference import load_model
@@ -241,8 +242,6 @@ def test_labels_give_the_shifted_loss_and_gradients(tmp_path):
 
 
 def test_a_wrong_conversion_is_not_written(tmp_path, monkeypatch):
-    from megatron.convert import hugging_face
-
     def wrong(*arguments):
         model, tensors = arguments[0], right(*arguments)
         name = "gpt_neox.layers.1.attention.query_key_value.weight"
@@ -264,6 +263,22 @@ def test_a_wrong_conversion_is_not_written(tmp_path, monkeypatch):
         with pytest.raises(CheckpointError, match="logits differ by"):
             to_hugging_face(model, config, tmp_path / "hf" / pos_emb, report=quiet)
     assert not (tmp_path / "hf").exists()
+
+
+@pytest.mark.parametrize(("value", "dtype"), [(math.nan, torch.float32), (1e5, torch.float16)])
+def test_weights_that_would_not_be_finite_are_not_written(value, dtype, tmp_path, monkeypatch):
+    """Also those of tokens that are not in the compared texts."""
+    monkeypatch.setattr(hugging_face, "check_same_logits", lambda *_: None)
+    model, config = make_model("alibi")
+    model.embedding.word_embeddings.weight.data[7] = value
+    with pytest.raises(CheckpointError, match=r"embed_in\.weight"):
+        to_hugging_face(model, config, tmp_path / "hf", dtype=dtype, report=quiet)
+    if dtype == torch.float16:
+        to_hugging_face(model, config, tmp_path / "hf", report=quiet)
+        with pytest.raises(CheckpointError, match=r"word_embeddings\.weight"):
+            from_hugging_face(
+                tmp_path / "hf", tmp_path / "own", with_tokenizer=False, dtype=dtype, report=quiet
+            )
 
 
 def test_special_tokens_and_a_tokenizer_that_needs_no_code(tmp_path, monkeypatch):
