@@ -104,6 +104,14 @@ def find_damage(
             f"its files: kerple inspect {step} --accept)"
         )
 
+    # The name of the folder says where a run continues, and of which iteration results are.
+    name, saved = STEP.search(step.name), read_json(step / MANIFEST).get("iteration")
+    if name is not None and isinstance(saved, int) and saved != int(name[1]):
+        return (
+            f"{step / MANIFEST}: is of iteration {saved}; the folder was renamed, or is a copy: "
+            f"rename it to {tag_for(saved)}"
+        )
+
     # A file that is not in the manifest may be from another checkpoint.
     for pattern in ("[!.]*.pt", "configs/[!.]*.yml", "configs/[!.]*.yaml"):
         for file in sorted(step.glob(pattern)):

@@ -62,6 +62,13 @@ def test_a_file_that_was_not_saved(name, tmp_path):
         find_valid_step(tmp_path)
 
 
+def test_a_checkpoint_under_the_name_of_another_iteration(tmp_path):
+    save(tmp_path, 1)
+    (tmp_path / "global_step1").rename(tmp_path / "global_step2")
+    with pytest.raises(CheckpointError, match=r"iteration 1.*global_step1"):
+        find_valid_step(tmp_path, 2)
+
+
 def test_a_fallback_is_of_the_same_run(tmp_path):
     """The damaged checkpoint continues iteration 10, not that of an abandoned branch."""
     for iteration in (10, 20, 30):
