@@ -72,6 +72,10 @@ def main(argv: Sequence[str] | None = None) -> None:
             check_writable(Path(output).parent, "--output")
             if Path(output).is_dir():
                 raise UserError(f"cannot write {output}: it is a folder; choose a file with -o")
+            if prompt_file is not None and Path(output).resolve() == Path(prompt_file).resolve():
+                raise UserError(
+                    f"cannot write {output}: it is the file of prompts; choose another file with -o"
+                )
         prompts = [""]
         if prompt_file is not None:
             prompts = read_prompts(prompt_file, prompt_end)

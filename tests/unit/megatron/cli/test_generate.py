@@ -226,6 +226,7 @@ def test_bad_prompt_files(tmp_path, content, message):
         ({"text_gen_type": "unconditional"}, ["--mode", "full+dynamic-ntk"], r"full.dynamic-ntk"),
         ({"text_gen_type": "unconditional"}, ["-o", "/"], "cannot write /: it is a folder"),
         ({"text_gen_type": "interactive", "prompt_end": ""}, [], "prompt_end"),
+        ({}, ["-i", "all.yml", "-o", "./all.yml"], r"all\.yml: it is the file of prompts"),
     ],
 )
 def test_invalid_requests(tmp_path, monkeypatch, configuration, keys, words, message):
