@@ -180,6 +180,8 @@ def generate(
             raise UserError(f"{name} must be at least 1, not {value}")
     if seed < 0:
         raise UserError(f"seed must be 0 or more, not {seed}")
+    decoder = as_decoder(model)
+    sizes = [size for size in (vocab_size, decoder.vocab_size) if size is not None]
     for index, prompt in enumerate(prompts):
         if len(prompt) == 0:
             raise UserError(
@@ -188,13 +190,12 @@ def generate(
             )
         lowest, highest = min(prompt), max(prompt)
         invalid = lowest if lowest < 0 else highest
-        if invalid < 0 or (vocab_size is not None and invalid >= vocab_size):
+        if invalid < 0 or invalid >= min(sizes, default=math.inf):
             raise UserError(
                 f"prompt {index} contains token id {invalid}, which is outside the vocabulary"
             )
 
     # What the model supports.
-    decoder = as_decoder(model)
     if not recompute and not isinstance(decoder, NativeDecoder):
         raise UserError(
             f"{type(model).__name__} is not a model of this project, so its KV cache cannot be "

@@ -205,6 +205,11 @@ def test_invalid_arguments(keywords, message):
     assert_rejected(message, generate, counting_up, arguments.pop("prompts"), **arguments)
 
 
+def test_a_prompt_beyond_the_embedding():
+    with pytest.raises(UserError, match=f"token id {VOCABULARY}"):
+        generate(small_gpt("none"), [[VOCABULARY]], maximum_tokens=2)
+
+
 # -- sampling
 
 
