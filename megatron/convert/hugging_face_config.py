@@ -389,7 +389,8 @@ def _rotary_keys(
     theirs: Mapping[str, Any], source: str, names: Mapping[str, tuple[str, str, float]]
 ) -> dict[str, Any]:
     # Base and fraction, the same for all layers.
-    rope = theirs.get("rope_parameters") or theirs.get("rope_scaling") or {}
+    # Like transformers, prefer rope_scaling, which users add to a file with rope_parameters.
+    rope = theirs.get("rope_scaling") or theirs.get("rope_parameters") or {}
     for name, value in rope.items():
         if isinstance(value, dict):
             raise CheckpointError(

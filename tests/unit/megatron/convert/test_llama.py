@@ -66,6 +66,7 @@ def test_files_of_transformers_4(tmp_path):
         ("llama 3.1", {"original_max_position_embeddings": TRAIN_LENGTH // 4}),
         ("qwen2 with yarn", {"original_max_position_embeddings": TRAIN_LENGTH * 10}),
         ("mistral", {"layer_types": ["full_attention"] * 2}),
+        ("mistral", {"rope_scaling": {"rope_type": "linear", "factor": 4.0}}),
     ],
 )
 @torch.no_grad()
