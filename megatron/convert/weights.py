@@ -92,8 +92,8 @@ def check_finite(tensors: Mapping[str, Tensor], place: object) -> None:
         if not torch.isfinite(tensor).all():
             raise CheckpointError(
                 f"{place}: nothing was written, because {name} has values that are NaN or infinite "
-                f"in {tensor.dtype}; choose a dtype with a larger range (--dtype bf16 or fp32), or, "
-                "if the model itself has them, another checkpoint (--iteration N)"
+                f"in {tensor.dtype}; choose a dtype of larger range (--dtype bf16 or fp32), or, if "
+                "the model itself has them, another checkpoint (--iteration N)"
             )
 
 
