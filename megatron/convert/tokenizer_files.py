@@ -30,6 +30,15 @@ SENTENCEPIECE_UNKNOWN = "\u2047"
 # Special tokens in config.json and generation_config.json.
 SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
+# Tokens that are not in the vocabulary file, in folders of transformers 4: name -> id.
+ADDED_TOKENS = "added_tokens.json"
+# Keys of tokenizer_config.json -> values with which vocab.json and merges.txt are GPT-2's.
+GPT2_KEYS: dict[str, tuple[str, ...]] = {
+    "tokenizer_class": ("GPT2Tokenizer", "GPTNeoXTokenizer"),
+    "add_prefix_space": (),
+    "add_bos_token": (),
+}
+
 # Files of a Hugging Face tokenizer that `copy_tokenizer` copies along with the vocabulary.
 OTHER_FILES = (TOKENIZER_CONFIG, "special_tokens_map.json", "chat_template.jinja")
 
@@ -223,6 +232,7 @@ def copy_tokenizer(
             (folder / name).write_bytes(read_file(source / name))
     tokenizer = find_tokenizer(folder).build()
     check_rows(tokenizer, vocabulary)
+    _check_complete(source, found, tokenizer)
     if exported not in (None, digest_of_ids(tokenizer)):
         raise CheckpointError(
             f"{found.vocab_file}: gives other ids than the tokenizer that was exported with the "
@@ -230,6 +240,29 @@ def copy_tokenizer(
             f"remove {TOKENIZER_IDS} from config.json"
         )
     return keys, tokenizer.fingerprint
+
+
+def _check_complete(folder: Path, found: TokenizerFiles, tokenizer: Tokenizer) -> None:
+    """Raises CheckpointError if other files of a Hugging Face folder add tokens to the vocabulary,
+    or split texts in another way than GPT-2, which `tokenizer` does not know of.
+    """
+    largest, reason = SpecialTokens.next_to(folder / TOKENIZER_CONFIG).largest_id, ""
+    if os.path.lexists(folder / ADDED_TOKENS):
+        ids = read_json(folder / ADDED_TOKENS).values()
+        largest = max([largest, *(number for number in ids if isinstance(number, int))])
+    if largest >= tokenizer.vocab_size:
+        reason = f"has no token {largest}, which {TOKENIZER_CONFIG} or {ADDED_TOKENS} adds"
+    elif found.tokenizer_type == "GPT2BPETokenizer" and os.path.lexists(folder / TOKENIZER_CONFIG):
+        values = read_json(folder / TOKENIZER_CONFIG)
+        for key, own in GPT2_KEYS.items():
+            value = values.get(key)
+            if value and str(value).removesuffix("Fast") not in own:
+                reason = f"is not read as GPT-2's, but with {key} {value}"
+    if reason:
+        raise CheckpointError(
+            f"{found.vocab_file}: {reason}; write all of the tokenizer to tokenizer.json: "
+            f"AutoTokenizer.from_pretrained({str(folder)!r}).save_pretrained({str(folder)!r})"
+        )
 
 
 def digest_of_ids(tokenizer: Tokenizer) -> str:

@@ -282,6 +282,43 @@ def test_a_sentencepiece_model_without_configuration(tmp_path):
         write_tokenizer(TokenizerFiles("SPMTokenizer", other), tmp_path / "other", 1024)
 
 
+ADDED = {"content": "<|im_start|>", "special": True}
+
+
+@pytest.mark.parametrize(
+    ("kind", "file", "values"),
+    [
+        ("HFTokenizer", "tokenizer_config.json", {"added_tokens_decoder": {"702": ADDED}}),
+        ("HFTokenizer", "added_tokens.json", {"<|im_start|>": 702}),
+        ("SPMTokenizer", "added_tokens.json", {"<|im_start|>": 702}),
+        ("GPT2BPETokenizer", "tokenizer_config.json", {"added_tokens_decoder": {"702": ADDED}}),
+        ("GPT2BPETokenizer", "tokenizer_config.json", {"tokenizer_class": "Qwen2Tokenizer"}),
+        ("GPT2BPETokenizer", "tokenizer_config.json", {"add_prefix_space": True}),
+    ],
+)
+def test_a_vocabulary_that_is_not_all_of_the_tokenizer(kind, file, values, tmp_path):
+    source, own = tmp_path / "source", tmp_path / "own"
+    source.mkdir()
+    own.mkdir()
+    if kind == "HFTokenizer":
+        write_llama_json(source)
+    elif kind == "SPMTokenizer":
+        train_sentencepiece(source / "tokenizer.model", **LLAMA)
+    else:
+        model = json.loads(train_bpe(KINDS.values(), 600).to_str())["model"]
+        (source / "vocab.json").write_text(json.dumps(model["vocab"]))
+        merges = [" ".join(merge) for merge in model["merges"]]
+        (source / "merges.txt").write_text("\n".join(merges))
+        (source / "tokenizer_config.json").write_text('{"tokenizer_class": "GPT2TokenizerFast"}')
+    copy_tokenizer(source, own, own, 1024, None)
+    before = {}
+    if (source / file).exists():
+        before = json.loads((source / file).read_text())
+    (source / file).write_text(json.dumps({**before, **values}))
+    with pytest.raises(CheckpointError, match=r"save_pretrained"):
+        copy_tokenizer(source, own, own, 1024, None)
+
+
 def test_missing_and_too_large_tokenizers(tmp_path):
     assert_rejected(
         r"vocab-file.*--no-tokenizer",
