@@ -29,6 +29,7 @@ PATTERNS = (
     "generation_config.json",
     "tokenizer.json",
     "tokenizer_config.json",
+    "added_tokens.json",
     "special_tokens_map.json",
     "tokenizer.model",
     "vocab.json",
@@ -36,6 +37,7 @@ PATTERNS = (
     "chat_template.jinja",
     "model.safetensors",
     "model-*.safetensors",
+    "model.safetensors-*.safetensors",
     "model.safetensors.index.json",
 )
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")

@@ -106,6 +106,7 @@ def test_models_that_cannot_be_found(hub, tmp_path):
 def test_only_data_is_downloaded(monkeypatch, tmp_path):
     files = (
         *("config.json", "tokenizer.json", "tokenizer.model", "model-00001-of-00002.safetensors"),
+        *("added_tokens.json", "model.safetensors-00002-of-00002.safetensors"),
         *(
             "model.safetensors.index.json",
             "pytorch_model.bin",
@@ -125,7 +126,7 @@ def test_only_data_is_downloaded(monkeypatch, tmp_path):
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
     assert download("hf:org/tiny@v1") == tmp_path
     assert calls == [("org/tiny", "v1")]
-    assert {path.name for path in tmp_path.iterdir()} == set(files[:5])
+    assert {path.name for path in tmp_path.iterdir()} == set(files[:7])
     assert not any(pattern.endswith((".py", ".bin", ".pt", "*")) for pattern in PATTERNS)
 
 
