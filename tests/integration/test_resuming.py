@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from megatron.checkpoint.directory import saved_iterations
+from megatron.checkpoint.manifest import write_manifest_of_folder
 from megatron.checkpoint.storage import CheckpointError
 from megatron.cli.evaluate import main as evaluate
 from megatron.data.datasets import CorpusPart
@@ -385,6 +386,7 @@ def test_finetuning_does_not_resume_another_run(tmp_path, data_path, monkeypatch
     (tmp_path / "first/checkpoints/global_step1").rename(
         tmp_path / "first/checkpoints/global_step5"
     )
+    write_manifest_of_folder(tmp_path / "first/checkpoints/global_step5", 5)
     (tmp_path / "first/checkpoints/latest").write_text("global_step5")
     trained(tmp_path / "first", data_path, **keys)
     assert "finetune: weights from" in unwrapped(capsys.readouterr().out)
