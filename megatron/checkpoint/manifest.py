@@ -105,7 +105,8 @@ def find_damage(
         )
 
     # The name of the folder says where a run continues, and of which iteration results are.
-    name, saved = STEP.search(step.name), read_json(step / MANIFEST).get("iteration")
+    name = STEP.search(step.name)
+    saved = read_json(step / MANIFEST).get("iteration")
     if name is not None and isinstance(saved, int) and saved != int(name[1]):
         return (
             f"{step / MANIFEST}: is of iteration {saved}; the folder was renamed, or is a copy: "

@@ -246,10 +246,12 @@ def _check_complete(folder: Path, found: TokenizerFiles, tokenizer: Tokenizer) -
     """Raises CheckpointError if other files of a Hugging Face folder add tokens to the vocabulary,
     or split texts in another way than GPT-2, which `tokenizer` does not know of.
     """
-    largest, reason = SpecialTokens.next_to(folder / TOKENIZER_CONFIG).largest_id, ""
+    # The largest id that any file of the folder names.
+    largest = SpecialTokens.next_to(folder / TOKENIZER_CONFIG).largest_id
     if os.path.lexists(folder / ADDED_TOKENS):
         ids = read_json(folder / ADDED_TOKENS).values()
         largest = max([largest, *(number for number in ids if isinstance(number, int))])
+    reason = ""
     if largest >= tokenizer.vocab_size:
         reason = f"has no token {largest}, which {TOKENIZER_CONFIG} or {ADDED_TOKENS} adds"
     elif found.tokenizer_type == "GPT2BPETokenizer" and os.path.lexists(folder / TOKENIZER_CONFIG):
