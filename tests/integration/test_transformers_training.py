@@ -226,3 +226,11 @@ def test_a_compiled_model():
         assert torch.equal(compiled(tokens, use_cache=False).logits, expected)
         graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
     assert len(set(graphs)) == 1
+    # Training.
+    gradients = []
+    for each in (model.train(), torch.compile(model, backend="aot_eager")):
+        model.zero_grad()
+        each(tokens, labels=tokens, use_cache=False).loss.backward()
+        gradients.append([parameter.grad.clone() for parameter in model.parameters()])
+    for found, expected in zip(*gradients, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)

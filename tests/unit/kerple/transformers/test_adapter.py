@@ -27,7 +27,7 @@ from tests.support.model_families import (
 @torch.no_grad()
 def test_without_a_method_the_model_is_unchanged(name):
     model = family_model(name)
-    inputs = [family_inputs(model, padding) for padding in ("none", "left", "right")]
+    inputs = [family_inputs(model, padding) for padding in ("none", "left", "right", "inner")]
     expected = [outputs(model, each) for each in inputs]
     names = [key for key, _ in model.named_parameters()]
     use_positional(model, "none")

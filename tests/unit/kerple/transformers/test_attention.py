@@ -56,6 +56,21 @@ def test_biases_and_gradients(name, method):
                 assert (mine.grad - theirs.grad).abs().max() / scale < TOLERANCE
 
 
+@torch.no_grad()
+def test_some_layers_with_methods_of_their_own():
+    """The layer between them has none."""
+    model = family_model("llama", num_hidden_layers=3).double()
+    reference = with_reference(model, None)
+    use_positional(model, "per_layer", methods=["kerple_log"], layers=[0, 2])
+    model.kerple_positional.double()
+    methods = [attention.positional.method for attention in model.kerple_positional.methods]
+    for layer, method in zip((0, 2), methods, strict=True):
+        reference.model.layers[layer].self_attn.__dict__["reference_method"] = method
+    assert not torch.equal(methods[0].bias_p, methods[1].bias_p)
+    found, expected = (outputs(each, family_inputs(model)) for each in (model, reference))
+    assert (found - expected).abs().max() / expected.std() < TOLERANCE
+
+
 @each_of(DECODERS)
 @pytest.mark.parametrize("padding", ["none", "left"])
 def test_generation_with_caches(name, padding):

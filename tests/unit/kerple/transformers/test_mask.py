@@ -323,7 +323,9 @@ def test_texts_that_the_collator_announces_without_positions(option):
             collator = DataCollatorWithFlattening(return_position_ids=positions, **{option: True})
             batch = collator(texts_of_row)
             if len(texts_of_row) == 1 or positions:
-                model(**batch, use_cache=False)
+                found = model(**batch, use_cache=False).logits
+                alone = [model(torch.tensor([text["input_ids"]])).logits for text in texts_of_row]
+                torch.testing.assert_close(found, torch.cat(alone, dim=1), rtol=1e-4, atol=1e-4)
             else:
                 with pytest.raises(ValueError, match="position_ids"):
                     model(**batch, use_cache=False)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from transformers import (
     AutoConfig,
+    AutoModelForCausalLM,
     AutoModelForQuestionAnswering,
     AutoModelForSequenceClassification,
     LongT5Config,
@@ -143,6 +144,29 @@ def test_attention_of_another_kind():
         use_positional(model, "kerple_log")
     use_positional(model, "kerple_log", layers=[0, 1])
     assert len(model.kerple_positional.methods) == 1
+
+
+DECODER = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "head_dim": 8}
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes", "message"),
+    [
+        ("gemma2", {**DECODER, "intermediate_size": 64}, "Gemma2Attention.*softcap"),
+        (
+            "gpt_oss",
+            {**DECODER, "intermediate_size": 64, "num_local_experts": 2},
+            r"GptOssAttention.*s_aux",
+        ),
+        ("bloom", {"hidden_size": 32, "n_layer": 1, "n_head": 4}, "Bloom"),
+        ("mpt", {"d_model": 32, "n_layers": 1, "n_heads": 4}, "Mpt"),
+    ],
+)
+def test_attention_that_cannot_have_a_method(name, sizes, message):
+    """Capped scores, attention sinks, and attention that does not use the interface."""
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(name, vocab_size=99, **sizes))
+    with pytest.raises(ValueError, match=message):
+        use_positional(model, "kerple_log")
 
 
 @pytest.mark.parametrize(("name", "part"), [("llama", "model"), ("t5", "encoder")])
