@@ -21,6 +21,7 @@ STEPS = 300  # of the comparisons
 # Variants and steps: those of the model before and without training, then after it.
 BEFORE = (("control", 0), *((variant, 0) for variant in UNTRAINED))
 AFTER = tuple((variant, STEPS) for variant in TRAINED)
+INITIAL = ("kerple_log", 0)  # added, and not trained yet
 SHOWN = (1, 4, 16, 64)  # multiples of the training length in the table
 TITLES = {"demo": "BPE tokens of Python, L = 128", "bytes": "bytes of C, L = 256"}
 FAR = 16  # that of the comparisons
@@ -82,13 +83,13 @@ def length_name(multiple: int) -> str:
 
 
 def retrofit_table(losses: DataFrame) -> str:
-    """Mean losses at multiples of the training length: of the model before, without training, and
-    after STEPS more steps. Markdown.
+    """Mean losses at multiples of the training length: of the model before, without training, with
+    the initial kernel, and after STEPS more steps. Markdown.
     """
     heads = " | ".join(map(length_name, SHOWN))
     columns = " --: |" * len(SHOWN)
     lines = [f"| added | steps | seeds | {heads} |", f"| :-- | --: | --: |{columns}"]
-    for variant, steps in (*BEFORE, *AFTER):
+    for variant, steps in (*BEFORE, INITIAL, *AFTER):
         means = means_at(losses, variant, steps, SHOWN)
         if means is not None:
             seeds = len(at(losses, variant, steps, 1))
