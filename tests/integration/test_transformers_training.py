@@ -114,6 +114,19 @@ def test_trainer_saves_and_resumes_a_method(tmp_path):
     assert torch.equal(outputs(loaded.eval(), inputs), outputs(model.eval(), inputs))
 
 
+def test_trainer_in_bfloat16(tmp_path):
+    """As in float32, up to rounding."""
+    trained = []
+    for bf16 in (False, True):
+        model = tiny_model("llama")
+        use_positional(model, "kerple_log")
+        before = parameters(model)
+        train(model, tmp_path / str(bf16), bf16=bf16)
+        trained.append(parameters(model))
+    for old, exact, rounded in zip(before, *trained, strict=True):
+        assert 0 < (rounded - exact).abs().max() < 0.3 * (exact - old).abs().max()
+
+
 def with_lora(method="kerple_log"):
     model = tiny_model("llama")
     use_positional(model, method)
