@@ -333,7 +333,12 @@ def _resume(engine: TrainingEngine, config: Config, step: Path, report: Report) 
         return _resume_original(engine, config, step, saved, report)
 
     # Where the run continues. In a new folder, it is another run, without earlier checkpoints.
-    state = TrainingState(**saved["training"])
+    try:
+        state = TrainingState(**saved["training"])
+    except TypeError as error:
+        raise CheckpointError(
+            f"{path}: was saved by another version of this project ({error}); resume with that one"
+        ) from error
     if not same_folder(settings.load, settings.save):
         state.lineage, state.run = [], ""
 

@@ -54,6 +54,10 @@ def without(name):
     return lambda content: {key: value for key, value in content.items() if key != name}
 
 
+def with_a_new_entry(content):
+    return {**content, "training": {**content["training"], "new_entry": 1}}
+
+
 def without_a_parameter(content):
     return {**content, "parameters": without("positional.bias_p")(content["parameters"])}
 
@@ -76,6 +80,7 @@ def without_a_parameter(content):
             without("training"),
             "mp_rank_00_model_states.pt: the entry training is missing",
         ),
+        ("mp_rank_00_model_states.pt", with_a_new_entry, "mp_rank_00_model_states.*new_entry"),
         ("optimizer_rank_00000.pt", without_a_parameter, r"positional\.bias_p"),
     ],
 )
