@@ -11,7 +11,6 @@ import tokenizers
 
 from megatron.checkpoint.storage import CheckpointError, read_json, write_json
 from megatron.tokenizer.hugging_face import (
-    NUL,
     SAMPLE,
     byte_level_tokenizer,
     disable_effects,
@@ -186,7 +185,7 @@ def _character_level() -> tokenizers.Tokenizer:
     others = (byte for byte in range(256) if byte not in printable)
     for number, byte in enumerate(others, start=0x100):
         vocabulary[chr(number)] = byte
-    del vocabulary[NUL]
+    del vocabulary["\u0100"]  # NUL
     vocabulary[END_OF_DOCUMENT] = 0
     tokenizer = byte_level_tokenizer(tokenizers.models.BPE(vocab=vocabulary, merges=[]))
     # The token is looked up in the normalized text, where it replaces NUL.
@@ -286,6 +285,7 @@ def digest_of_ids(tokenizer: Tokenizer) -> str:
     for start in range(0, len(pieces), TOKENS_PER_TEXT):
         some = pieces[start : start + TOKENS_PER_TEXT]
         texts += ["".join(some), " ".join(some)]
+    texts = [text for text in texts if tokenizer.problem(text) is None]
     names = sorted(tokenizer.special_tokens.items())
     digest = hashlib.sha256(f"{tokenizer.eod} {tokenizer.bos} {names}".encode())
     for ids in tokenizer.tokenize_batch(texts):

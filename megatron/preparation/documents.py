@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 from megatron.preparation.readers import TextChunk
+from megatron.tokenizer.interface import Tokenizer
 from megatron.utils.errors import UserError, visible
 
 _LONG_LINE = 1 << 20
@@ -96,18 +97,19 @@ def parse_documents(
     chunk: TextChunk,
     options: DocumentOptions,
     skipped: SkippedDocuments,
-    reserved: str | None = None,
+    tokenizer: Tokenizer | None = None,
 ) -> Iterator[list[str]]:
     """Yield the texts of each document of a chunk, one per key; record the others in `skipped`.
 
-    reserved: `Tokenizer.reserved`; a document that contains it counts as unreadable.
+    tokenizer: a document with a text that it cannot represent counts as unreadable.
 
     Raises UserError if a document is unreadable and options.skip_bad is False.
     """
     for first_line, parse in _records(chunk):
         try:
             texts = _texts(parse(), options, skipped)
-            _check_reserved(texts or [], reserved)
+            if tokenizer is not None:
+                _check_tokenizable(texts or [], tokenizer)
         except BadDocument as error:
             problem = f"{chunk.source}, {chunk.unit} {first_line + error.line - 1}: {error}"
             if not options.skip_bad:
@@ -220,14 +222,12 @@ def _texts(value: object, options: DocumentOptions, skipped: SkippedDocuments) -
     return texts
 
 
-def _check_reserved(texts: Sequence[str], reserved: str | None) -> None:
-    """Raises BadDocument if a text contains the character."""
+def _check_tokenizable(texts: Sequence[str], tokenizer: Tokenizer) -> None:
+    """Raises BadDocument if the tokenizer cannot represent a text."""
     for text in texts:
-        if reserved is not None and reserved in text:
-            raise BadDocument(
-                f"character {text.index(reserved)} is {reserved!r}, which ends a document with "
-                "this tokenizer"
-            )
+        problem = tokenizer.problem(text)
+        if problem is not None:
+            raise BadDocument(problem)
 
 
 def _checked_text(text: str, options: DocumentOptions) -> str:

@@ -66,7 +66,7 @@ def encode_chunks(
     encoded = EncodedDocuments()
     documents: list[list[str]] = []
     for chunk in chunks:
-        documents += parse_documents(chunk, options, encoded.skipped, tokenizer.reserved)
+        documents += parse_documents(chunk, options, encoded.skipped, tokenizer)
 
     # End and start of a document, as bytes of the id type.
     dtype = id_type_for(tokenizer.vocab_size)

@@ -35,8 +35,6 @@ _EVERY_BYTE = (
     0x100000,
 )
 
-# The character that represents byte 0 in GPT-2's byte-level alphabet.
-NUL = "\u0100"
 # A text of code and prose, in several scripts.
 SAMPLE = (
     "def main(count=10):\n\treturn [x * 3.14 for x in range(count)]  # naïve – 東京 🙂\n\n"
@@ -49,11 +47,20 @@ MIN_VOCAB_SIZE = 257
 
 
 class _LibraryTokenizer(Tokenizer):
-    """Encodes and decodes with a `tokenizers.Tokenizer`, whose post-processor `bos` replaces."""
+    """Encodes and decodes with a `tokenizers.Tokenizer`, whose post-processor `bos` replaces.
+    `source` names its files in errors.
+    """
 
     def __init__(
-        self, tokenizer: tokenizers.Tokenizer, eod: int, fingerprint: str, bos: int | None = None
+        self,
+        tokenizer: tokenizers.Tokenizer,
+        source: str,
+        eod: int,
+        fingerprint: str,
+        bos: int | None = None,
     ):
+        self._source = source
+        self._dropped_bytes = dropped_bytes(tokenizer, source)
         tokenizer.post_processor = None
         self._tokenizer = tokenizer
         self.eod = eod
@@ -76,6 +83,7 @@ class _LibraryTokenizer(Tokenizer):
         with library_errors("the tokenizer cannot encode the text"):
             for piece in self.pieces(text):
                 ids += self._tokenizer.encode(piece).ids
+        self._check(text)
         return ids
 
     def pieces(self, text: str) -> Iterator[str]:
@@ -88,7 +96,23 @@ class _LibraryTokenizer(Tokenizer):
             return [self.tokenize(text) for text in texts]
         with library_errors("the tokenizer cannot encode the texts"):
             encodings = self._tokenizer.encode_batch_fast(list(texts))
-            return [self._start + encoding.ids for encoding in encodings]
+        for text in texts:
+            self._check(text)
+        return [self._start + encoding.ids for encoding in encodings]
+
+    def problem(self, text: str) -> str | None:
+        if not self._dropped_bytes:
+            return None
+        if self._tokenizer.normalizer is not None:
+            text = self._tokenizer.normalizer.normalize_str(text)
+        if self._dropped_bytes.isdisjoint(text.encode()):
+            return None
+        characters = (each for each in text if not self._dropped_bytes.isdisjoint(each.encode()))
+        character = next(characters)
+        return (
+            f"character {text.index(character)} is {character!r}, which {self._source} has no "
+            "token for and would drop"
+        )
 
     @property
     def special_ids(self) -> list[int]:
@@ -140,6 +164,8 @@ class _LibraryTokenizer(Tokenizer):
         # Others, and unknown tokens, may change the number of bytes.
         for text in (*sample_texts(), " first"):
             normal = unicodedata.normalize("NFC", text)
+            if self.problem(normal) is not None:
+                continue
             if lengths[self.tokenize(normal)].sum() != len(normal.encode()):
                 return None
         return lengths
@@ -188,8 +214,8 @@ class HuggingFaceTokenizer(_LibraryTokenizer):
     Truncation, padding and BPE dropout in the file are ignored (see `disable_effects`).
 
     Raises UserError if the file is not a tokenizer.json, has no end-of-document token, would drop
-    parts of a text (see `check_alphabet`), or its post-processor does more than adding a token at
-    the start and tokens at the end.
+    characters (see `dropped_bytes`), or its post-processor does more than adding a token at the
+    start and tokens at the end; and for a text of which it would drop a part.
     """
 
     name = "HFTokenizer"
@@ -215,9 +241,8 @@ class HuggingFaceTokenizer(_LibraryTokenizer):
                 "names another (eos_token); add it with add_special_tokens of the tokenizers "
                 "library"
             )
-        # In exports of CharLevelTokenizer, zero ends documents.
-        check_alphabet(tokenizer, path, optional="\0" + NUL)
-        super().__init__(tokenizer, eod, fingerprint, text_initial_token(tokenizer, path))
+        bos = text_initial_token(tokenizer, path)
+        super().__init__(tokenizer, str(path), eod, fingerprint, bos)
 
 
 def disable_effects(tokenizer: tokenizers.Tokenizer) -> None:
@@ -231,34 +256,43 @@ def disable_effects(tokenizer: tokenizers.Tokenizer) -> None:
         tokenizer.model.dropout = None
 
 
-def check_alphabet(tokenizer: tokenizers.Tokenizer, source: str | Path, optional: str = "") -> None:
-    """Raises UserError if a BPE drops characters that it does not know, except for the `optional`
-    symbols. Other models, and BPE with an unknown token, have a token for them or fail.
+def dropped_bytes(tokenizer: tokenizers.Tokenizer, source: str) -> frozenset[int]:
+    """The bytes of UTF-8 that a byte-level BPE does not know, so that it would drop them from
+    texts. Those of published models often lack a few control characters.
+
+    Other models, and BPE with an unknown token, have a token for all characters or fail. Raises
+    UserError for a BPE of characters that does not know all bytes.
     """
     model = tokenizer.model
     if not isinstance(model, tokenizers.models.BPE) or model.unk_token is not None:
-        return
+        return frozenset()
 
     # Most vocabularies have the bytes of UTF-8 as symbols. Otherwise characters are symbols.
     symbols = "".join(map(chr, _EVERY_BYTE))
+    values = symbols.encode()
     parts = json.loads(tokenizer.to_str())
-    if '"ByteLevel"' in json.dumps([parts["normalizer"], parts["pre_tokenizer"]]):
+    byte_level = '"ByteLevel"' in json.dumps([parts["normalizer"], parts["pre_tokenizer"]])
+    if byte_level:
         bytes_only = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
         ((symbols, _),) = bytes_only.pre_tokenize_str(symbols)
 
     # A symbol can have other tokens at the beginning, in the middle and at the end of a word.
-    dropped = []
-    for symbol in sorted(set(symbols) - set(optional)):
+    unknown = set()
+    for symbol in set(symbols):
         word = 3 * symbol
         lengths = [token.offsets[1] - token.offsets[0] for token in model.tokenize(word)]
         if sum(lengths) < len(word.encode()):
-            dropped.append(symbol)
-    if dropped:
+            unknown.add(symbol)
+    if byte_level:
+        pairs = zip(symbols, values, strict=True)
+        return frozenset(value for symbol, value in pairs if symbol in unknown)
+    if unknown:
         raise UserError(
-            f"{source} has no token for {len(dropped)} of {len(set(symbols))} symbols, such as "
-            f"{dropped[0]!r}, so it would drop them from texts; set its unk_token, or train it "
+            f"{source} has no token for {len(unknown)} of {len(set(symbols))} symbols, such as "
+            f"{min(unknown)!r}, so it would drop them from texts; set its unk_token, or train it "
             "with initial_alphabet=ByteLevel.alphabet()"
         )
+    return frozenset()
 
 
 class GPT2BPETokenizer(_LibraryTokenizer):
@@ -267,7 +301,8 @@ class GPT2BPETokenizer(_LibraryTokenizer):
     Special tokens in a text are not recognized: a literal `<|endoftext|>` becomes ordinary tokens,
     so the text of a document cannot end it.
 
-    Raises UserError if the files are not GPT-2's vocabulary and merges, or do not belong together.
+    Raises UserError if the files are not GPT-2's vocabulary and merges, or do not belong together;
+    and for a text of which they would drop a part.
     """
 
     name = "GPT2BPETokenizer"
@@ -281,14 +316,14 @@ class GPT2BPETokenizer(_LibraryTokenizer):
             model = tokenizers.models.BPE.from_file(str(vocab_file), str(merge_file))
             tokenizer = byte_level_tokenizer(model)
 
-        # GPT-2's vocabulary has its end-of-document token and all bytes.
+        # GPT-2's vocabulary has its end-of-document token.
         vocab = tokenizer.get_vocab()
         if END_OF_DOCUMENT not in vocab:
             raise UserError(
                 f"vocab-file {vocab_file} has no {END_OF_DOCUMENT} token; in GPT-2's it is id 50256"
             )
-        check_alphabet(tokenizer, f"vocab-file {vocab_file}")
-        super().__init__(tokenizer, vocab[END_OF_DOCUMENT], hashlib.sha256(content).hexdigest())
+        fingerprint = hashlib.sha256(content).hexdigest()
+        super().__init__(tokenizer, f"vocab-file {vocab_file}", vocab[END_OF_DOCUMENT], fingerprint)
 
 
 def text_initial_token(tokenizer: tokenizers.Tokenizer, source: str | Path) -> int | None:

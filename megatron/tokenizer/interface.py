@@ -27,8 +27,6 @@ class Tokenizer(ABC):
         vocab_size: largest token id plus one, including special tokens, without padding.
         eod: id of the end-of-document token.
         bos: id of the token that the tokenizer puts before every text; None if it adds none.
-        reserved: a character that a text must not contain, because its id is `eod`; None if there
-            is none.
         fingerprint: SHA-256 (hexadecimal) of the vocabulary; equal fingerprints mean equal ids for
             any text.
     """
@@ -38,7 +36,6 @@ class Tokenizer(ABC):
     eod: int
     fingerprint: str
     bos: int | None = None
-    reserved: str | None = None
 
     @property
     def definition(self) -> str:
@@ -55,8 +52,23 @@ class Tokenizer(ABC):
     @abstractmethod
     def tokenize(self, text: str) -> list[int]:
         """Return the token ids of `text`, after `bos` if the tokenizer has one, and without an
-        end-of-document token.
+        end-of-document token. Raises UserError if the text has a `problem`.
         """
+
+    def problem(self, text: str) -> str | None:
+        """Why `tokenize` raises UserError for the text, with the character that it cannot
+        represent; None if it does not.
+        """
+        return None
+
+    def _check(self, text: str) -> None:
+        """Raises UserError if the text has a problem."""
+        problem = self.problem(text)
+        if problem is not None:
+            raise UserError(
+                f"a text cannot be tokenized: its {problem}; remove such characters, or use "
+                "another tokenizer"
+            )
 
     def tokenize_continuation(self, text: str) -> list[int]:
         """The ids that `text`, which starts with white space, adds to the end of another text."""

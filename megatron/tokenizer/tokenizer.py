@@ -39,16 +39,17 @@ class CharLevelTokenizer(Tokenizer):
     name = "CharLevelTokenizer"
     vocab_size = 512
     eod = 0
-    reserved = "\0"
     fingerprint = hashlib.sha256(b"utf-8 bytes, 512 ids, end of document 0").hexdigest()
 
     def tokenize(self, text: str) -> list[int]:
-        if self.reserved in text:
-            raise UserError(
-                f"the text contains a NUL character, which ends a document with {self.name}; "
-                "remove it, or use another tokenizer"
-            )
+        self._check(text)
         return list(text.encode("utf-8"))
+
+    def problem(self, text: str) -> str | None:
+        index = text.find("\0")
+        if index < 0:
+            return None
+        return f"character {index} is {text[index]!r}, which ends a document with {self.name}"
 
     def pieces(self, text: str) -> Iterator[str]:
         for start in range(0, len(text), _PIECE):

@@ -26,7 +26,7 @@ def test_a_text_cannot_end_its_document():
         CharLevelTokenizer().tokenize,
         lambda text: CharLevelTokenizer().tokenize_batch(["a", text]),
     ):
-        assert_rejected("NUL.*CharLevelTokenizer", encode, "b\0c")
+        assert_rejected(r"'\\x00'.*CharLevelTokenizer", encode, "b\0c")
 
 
 def test_char_level_tokenizer_vocabulary():
