@@ -140,20 +140,19 @@ def interval(differences: Sequence[float]) -> str:
 
 def retrofit_plot(models: Mapping[str, DataFrame], style: Style) -> Figure:
     """The loss by length, a panel for each model by its title: dashed before and without training,
-    solid after STEPS more steps.
+    solid after STEPS more steps. Variants that lack some seeds are left out, because models of
+    different seeds differ more than variants.
     """
     figure, panels = new_figure(style, len(models))
     handles: dict[str, Line2D] = {}
     for axes, (title, losses) in zip(panels, models.items(), strict=True):
+        seeds = at(losses, "control", 0, 1).keys()
         for color, (variant, steps) in zip(COLORS, (*BEFORE, *AFTER), strict=False):
             means = means_at(losses, variant, steps, FACTORS)
-            if means is None:
+            if means is None or at(losses, variant, steps, 1).keys() != seeds:
                 continue
-
-            # Solid after training.
-            label, dashes = NAMES[variant], "-"
-            if not steps:
-                label, dashes = f"{label}, 0 steps", "--"
+            label = f"{NAMES[variant]}, {steps} steps"
+            dashes = "-" if steps else "--"
             (line,) = axes.plot(FACTORS, means, dashes, marker="o", markersize=3)
             line.set(color=color, label=label)
             handles[label] = line

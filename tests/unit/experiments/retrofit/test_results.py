@@ -66,8 +66,15 @@ def test_plot(losses):
     for axes in figure.axes:
         lines = {line.get_label(): list(line.get_ydata()) for line in axes.get_lines()}
         assert lines["nothing, 0 steps"] == [2, 3, 4, 5, 6, 7, 8]
-        last.append(lines["KERPLE (log)"][-1])
+        last.append(lines["KERPLE (log), 300 steps"][-1])
     assert last == pytest.approx([5.015, 5.01])
+
+
+def test_plot_without_the_variants_that_lack_a_seed(losses):
+    lacks = (losses["variant"] == "window") & (losses["seed"] == 2)
+    (axes,) = results.retrofit_plot({"first": losses[~lacks]}, SCREEN).axes
+    labels = [line.get_label() for line in axes.get_lines()]
+    assert labels == ["nothing, 0 steps", "nothing, 300 steps", "KERPLE (log), 300 steps"]
 
 
 def test_records_are_read():
